@@ -51,6 +51,7 @@ from decentfn.kit import (
     require_fractions,
     require_positive,
     require_whole,
+    rests,
     unless_bad,
     where,
     zeros_like,
@@ -163,6 +164,8 @@ def decoupled_diloco(
         theta = unless_bad(add(theta, u), lambda: phi)
         now = torch.ones_like(tokens[0]) if g.weight is None else g.weight.to(tokens.dtype)
         tokens, steps = tokens + now, steps + (now > 0)
+        if rests(*schedules):
+            return State(theta, local, Memory(phi, b, tokens, steps)), g.metrics
         is_here = torch.ones_like(now, dtype=torch.bool)
         if arrives is not None:
             is_here = arrives(collectives.on_device(now, t), collectives.look_up(now, worker.everyone, t).worker)
@@ -176,4 +179,4 @@ def decoupled_diloco(
         mine = fragments.mask(phi, due & is_here)
         return State(where(mine, phi_new, theta), local, memory), g.metrics
 
-    return worker.algorithm(step, start, topology=worker.everyone, must_equal=("params",))
+    return worker.algorithm(step, start, topology=worker.everyone, schedules=schedules, must_equal=("params",))

@@ -115,4 +115,4 @@ def diloco(
         return phi, Memory(phi, b, None if own is None else torch.zeros_like(own))
 
     step = local_steps(worker, schedule, outer, weight=weigh)
-    return worker.algorithm(step, start, topology=worker.everyone, must_equal=must_equal)
+    return worker.algorithm(step, start, topology=worker.everyone, schedules=(schedule,), must_equal=must_equal)

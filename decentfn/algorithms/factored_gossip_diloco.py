@@ -100,4 +100,4 @@ def factored_gossip_diloco(
         return Memory(phi, outer_optimizer.init(phi))
 
     step = local_steps(worker, schedule, outer, post)
-    return worker.algorithm(step, start, outer_optimizers=(outer_optimizer,))
+    return worker.algorithm(step, start, schedules=(schedule,), outer_optimizers=(outer_optimizer,))

@@ -126,6 +126,5 @@ def gasloc(
         phi = each(lambda mixed, y, old: y + alpha * (mixed - y) + gamma * (y - old), mixed, y, y_old)
         return phi, Memory(phi, y)
 
-    return worker.algorithm(
-        local_steps(worker, schedule, outer, own_steps=steps if min(steps) < max(steps) else ()), Memory.restart
-    )
+    step = local_steps(worker, schedule, outer, own_steps=steps if min(steps) < max(steps) else ())
+    return worker.algorithm(step, Memory.restart, schedules=(schedule,))

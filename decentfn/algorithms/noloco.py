@@ -115,4 +115,4 @@ def noloco(
         return phi, Memory(phi, b)
 
     step = local_steps(worker, schedule, outer)
-    return worker.algorithm(step, Memory.restart)
+    return worker.algorithm(step, Memory.restart, schedules=(schedule,))

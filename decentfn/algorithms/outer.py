@@ -1,7 +1,7 @@
 """Building blocks of algorithms with an outer loop.
 
-Communication every H steps is the schedule `after_steps(H, topology)`, whose rounds in between are inactive and send
-nothing. One graph serves both kinds of step.
+Communication every H steps is the schedule `after_steps(H, topology)`, whose rounds in between are inactive. A step in
+which it `rests` leaves the memory as it is and is compiled separately: one graph for inner steps, one for all others.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from decentfn.kit import (
     collect,
     each,
     is_active,
+    rests,
     unless_bad,
     where,
     wide,
@@ -55,8 +56,8 @@ def local_steps(
     Args:
         worker: the worker; its optimizer is the inner one.
         schedule: from `after_steps`.
-        outer: the outer step, `(θ, memory, t) -> (θ, memory)`. It is computed in every step, on schedules that rest, and
-            its result is taken when it is due. `memory.phi` are the parameters at the start of the round.
+        outer: the outer step, `(θ, memory, t) -> (θ, memory)`. Its result is taken when it is due. Where t has no
+            value, as in a user's own trace, it is computed in every step. `memory.phi` are the parameters at the start of the round.
         post: messages `(memory, t) -> Posted` that overlap with the gradient; what they mix to is the fourth argument
             of `outer`.
         own_steps: number of steps that each worker takes before each outer step; none: all.
@@ -72,7 +73,7 @@ def local_steps(
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         theta, memory = state.params, state.memory
-        posted = None if post is None else post(memory, t)
+        posted = None if post is None or rests(schedule) else post(memory, t)
         g, local = worker.gradient(theta, state.local, batch, t, after=posted, weight=weight)
         before = local
         u, local = worker.update(g.grads, g, local, theta)
@@ -84,6 +85,8 @@ def local_steps(
         theta = unless_bad(add(theta, u), lambda: memory.phi)
         if g.weight is not None:
             memory = memory._replace(weight=memory.weight + g.weight.to(memory.weight.dtype))
+        if rests(schedule):
+            return State(theta, local, memory), g.metrics
         due = is_active(schedule, t, theta)
         mixed = () if posted is None else (collect(posted, after=g.grads),)
         new, memory_new = outer(theta, memory, t, *mixed)

@@ -37,6 +37,7 @@ from decentfn.kit import (
     require_positive,
     require_rate,
     require_whole,
+    rests,
     where,
     zeros_like,
 )
@@ -109,6 +110,8 @@ def slowmo(
         v, local = worker.update(g.grads, g, local, x)
         # The mean of all W x is the mean of all x, so a step that averages need not mix.
         x = worker.mix(add(x, v), t, inner)
+        if rests(outer):
+            return State(x, local, state.memory), g.metrics
         x_h = worker.mean(x, t, outer)
         due = is_active(outer, t, x)
         moved = progress(x0, x_h)
@@ -118,4 +121,4 @@ def slowmo(
         memory = Memory(where(due, slow, x0), where(due, u_new, u))
         return State(where(due, slow, x), local, memory), g.metrics
 
-    return worker.algorithm(step, Memory.restart)
+    return worker.algorithm(step, Memory.restart, schedules=(outer,))

@@ -107,4 +107,6 @@ def sparse_loco(
         return phi, Memory(phi, each(torch.sub, error, q.sent))
 
     step = local_steps(worker, schedule, outer)
-    return worker.algorithm(step, Memory.restart, topology=worker.everyone, must_equal=("params",))
+    return worker.algorithm(
+        step, Memory.restart, topology=worker.everyone, schedules=(schedule,), must_equal=("params",)
+    )

@@ -40,6 +40,7 @@ from decentfn.kit import (
     require_fractions,
     require_positive,
     require_whole,
+    rests,
     unless_bad,
     where,
     zeros_like,
@@ -138,10 +139,13 @@ def streaming_diloco(
 
     def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         theta, (phi, b, waiting, waits) = state.params, state.memory
-        posted = launch(theta, phi, t) if delay else []
+        rest = rests(*launches, *arrivals)
+        posted = launch(theta, phi, t) if delay and not rest else []
         g, local = worker.gradient(theta, state.local, batch, t, after=posted)
         u, local = worker.update(g.grads, g, local, theta)
         theta = unless_bad(add(theta, u), lambda: phi)
+        if rest:
+            return State(theta, local, state.memory), g.metrics
         if not delay:
             posted = launch(theta, phi, t)
         delta = collect(posted, phi, g.grads)
@@ -159,4 +163,5 @@ def streaming_diloco(
         memory = Memory(where(mask, phi_new, phi), where(mask, b_new, b), waiting, waits)
         return State(where(mask, theta_new, theta), local, memory), g.metrics
 
-    return worker.algorithm(step, start, topology=worker.everyone, must_equal=must_equal)
+    schedules = (*launches, *arrivals)
+    return worker.algorithm(step, start, topology=worker.everyone, schedules=schedules, must_equal=must_equal)

@@ -49,7 +49,10 @@ def compile(
     mode: Literal["reduce-overhead"] | None = None,
     **options: Any,
 ) -> Step:
-    """Compile `step(state, batch, t)` into one graph that serves every `t`.
+    """Compile `step(state, batch, t)` into one graph that serves every `t`, or two.
+
+    An algorithm with outer steps, or a schedule that rests (`df.topologies.every`), has a second graph, of the steps in
+    which nothing is due: they cost what a step of the optimizer costs. Each is compiled in its first step.
 
     Communication is posted first and waited for last. Dynamo guards the values that the loss, the optimizer or the
     topology reads from outside (numbers, flags, modules, tensors; `docs/gotchas.md` lists the gaps): every call checks
@@ -102,7 +105,7 @@ def compile(
         kwargs["options"] = inductor.compile_options() | options
     given: dict[str, Any] = kwargs if mode is None else kwargs | {"backend": on_device(progress.inductor)}
     lock = lock_of(step.loss_fn)
-    graphs: list[tuple[Any, Callable[..., Any]]] = []
+    graphs: list[tuple[Any, list[Callable[..., Any]]]] = []
     has_failed: list[bool] = []
 
     def run(state: Any, batch: PyTree, t: Tensor) -> tuple[Any, Any]:
@@ -110,14 +113,14 @@ def compile(
         here = context.step_world or collectives.world()
         # A graph depends on these, and Dynamo does not see them.
         form = here.num_seats, here.processes_per_worker, structure
-        graph = None
-        for known, its_graph in graphs:
+        pair = None
+        for known, its_graphs in graphs:
             if known == form:
-                graph = its_graph
-        if is_new := graph is None:
+                pair = its_graphs
+        if is_new := pair is None:
             if donate:
                 require_distinct("compile", state)
-            graph = torch.compile(_on_leaves(step, state, donate), **given)
+            pair = [torch.compile(function, **given) for function in _on_leaves(step, state, donate)]
             progress.begin()
         # torch.compile drops writes to a 0-d float64 input, so such a leaf is passed as [its view of shape [1]].
         for i, x in enumerate(leaves):
@@ -128,7 +131,7 @@ def compile(
         guard_everything()
         try:
             with lock:
-                result = graph(leaves, batch, t)
+                result = pair[bool(context.resting)](leaves, batch, t)
         except Exception as error:
             progress.end(done=False)
             if not explain(step, error, state, batch, _GRAPHS, kwargs, is_first=not has_failed):
@@ -137,7 +140,7 @@ def compile(
             return run(state, batch, t)
         if is_new:
             give_back_freed_memory()
-            graphs.append((form, graph))
+            graphs.append((form, pair))
         if progress.since is not None:
             progress.end()
         return (state, result) if donate else result
@@ -175,14 +178,17 @@ class _Progress:
             self._timer.cancel()
 
     def inductor(self, graph: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Callable[..., Any]:
-        """Compile with the backend; a graph after the first one means that the batch or the loss has changed."""
+        """Compile with the backend; a later graph is for steps in which schedules rest, or another batch or loss."""
         if self.since is None:
-            self.begin(" again, for another batch or loss")
+            self.begin(f" again, for {'steps without a round' if context.resting else 'another batch or loss'}")
         return compile_cache.inductor(graph, inputs, **kwargs)
 
 
-def _on_leaves(step: Step, state: Any, donate: bool) -> FunctionType:
-    """Return the step as a function of the state's leaves, so that each call guards a plain list of tensors."""
+def _on_leaves(step: Step, state: Any, donate: bool) -> list[FunctionType]:
+    """Return the step as a function of the state's leaves, so that each call guards a plain list of tensors.
+
+    Twice: for steps with a round, and for steps without one (`kit.rests`).
+    """
     one, template, nodes = step.run, trees.enumerate_leaves(state), trees.nodes(state)
 
     def pure(given: list[Any], batch: PyTree, t: Tensor) -> tuple[Any, Any]:
@@ -204,8 +210,9 @@ def _on_leaves(step: Step, state: Any, donate: bool) -> FunctionType:
 
     run = donated if donate else pure
     # Dynamo counts recompilations and remembers changing sizes by code and name; they must differ between steps.
-    run.__code__ = run.__code__.replace(co_name=f"{run.__name__}_{step.name.replace('.', '_')}_{next(_numbers)}")
-    return run
+    name = f"{run.__name__}_{step.name.replace('.', '_')}_{next(_numbers)}"
+    codes = [run.__code__.replace(co_name=name) for _ in range(2)]  # of one name, so they share what sizes change
+    return [FunctionType(code, run.__globals__, name, None, run.__closure__) for code in codes]
 
 
 def _as_it_was(place: Any) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from decentfn.comm import collectives
 from decentfn.core import trees
+from decentfn.core.context import context
 from decentfn.core.formatting import brief_error
 from decentfn.core.numbers import require
 from decentfn.core.scalars import StepInputs
@@ -108,7 +109,7 @@ def replayed(
         other = next((x for x in given if not isinstance(x, Tensor)), None)
         rule = "a batch of a graph holds tensors only, as another value would not be read again."
         require(other is None, _CALL, rule, batch=other)
-        form = [structure, *((x.shape, x.dtype) for x in given)]
+        form = [structure, bool(context.resting), *((x.shape, x.dtype) for x in given)]
         recording = next((recording for its_form, recording in known if its_form == form), None)
         if recording is None:
             device = tensors[0].device if tensors else None

@@ -15,6 +15,7 @@ def my_algorithm(loss_fn, optimizer, topology, **options):
     return worker.algorithm(step)
 """
 
+from decentfn.comm.collectives import rests
 from decentfn.comm.gossip import Posted, collect, difference, is_active, mix_context, repaired, unless_bad
 from decentfn.comm.gossip.push_sum import first_weight, pack, unpack
 from decentfn.core.buckets import (
@@ -99,6 +100,7 @@ __all__ = [
     "require_static",
     "require_static_symmetric",
     "require_whole",
+    "rests",
     "scale",
     "unless_bad",
     "unpack",

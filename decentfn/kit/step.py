@@ -48,6 +48,8 @@ class Step:
     loss_fn: LossFn | None = field(default=None, repr=False)
     topology: Topology | None = field(default=None, repr=False)
     """The algorithm's; None for a plain function."""
+    schedules: tuple[Topology, ...] = field(default=(), repr=False)
+    """Schedules of `kit.rests`: what serves their rounds is left out of a step in which all of them rest."""
     simulated: int | None = None
     """Number of simulated workers; None for a single worker."""
     num_runs: int | None = None
@@ -113,6 +115,8 @@ class Step:
         """Run the step with a state that has not been checked yet."""
         assert self.check is not None
         self.check(state, batch, t)
+        if self.schedules and self.simulated is None and not functorch.has_no_value(state.params.tensors[0]):
+            collectives.look_up(state.params.tensors[0], self.schedules[0], t)  # raises if workers are missing
         with nullcontext() if self._overwrites else left_alone(state):
             result = self._run_whole(state, batch, t)
         require_result(state, result)
@@ -127,7 +131,11 @@ class Step:
         last = getattr(x, "taken_at", None)
         if last is not None and number != last + 1:
             self._require_next(number, last)
-        with collectives.whole_step(number, donated=self._overwrites) as here, draws.torch_draws(number, here.place):
+        with (
+            collectives.whole_step(number, donated=self._overwrites) as here,
+            collectives.resting(self.schedules, number),
+            draws.torch_draws(number, here.place),
+        ):
             if self.is_by_autograd and not functorch.has_no_value(state.params.tensors[0]):
                 result = with_side_channel(self.run, state, batch, t)
             else:

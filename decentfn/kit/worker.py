@@ -82,6 +82,7 @@ class Worker:
         must_equal: tuple[str, ...] = (),
         outer_optimizers: Sequence[Any] = (),
         push_sum: bool = False,
+        schedules: Sequence[Topology] | None = None,
     ) -> Algorithm:
         """Combine an `init` with this step.
 
@@ -93,8 +94,10 @@ class Worker:
                 `df.with_params`.
             outer_optimizers: further pairs `(init, update)` that take buckets of the parameters.
             push_sum: True if the step mixes with push-sum's weight, so that column-stochastic graphs are right for it.
+            schedules: those of which `kit.rests` may be True: of the outer steps. None: `topology`.
         """
-        starts_equal = "params" in must_equal
+        starts_equal, topology = "params" in must_equal, topology or self.topology
+        known = (topology,) if schedules is None else tuple(schedules)
 
         def start(x: Buckets, buffers: PyTree) -> State:
             scale = None if self.scaling is None else self.scaling.init(x[0].device)
@@ -120,9 +123,15 @@ class Worker:
 
         return Algorithm(
             init,
-            replace(Step.of(with_rate), starts_equal=starts_equal, pushes_sum=push_sum, start=start),
+            replace(
+                Step.of(with_rate),
+                starts_equal=starts_equal,
+                pushes_sum=push_sum,
+                start=start,
+                schedules=() if self.wants_mix else known,
+            ),
             loss_fn=self.scaling or self.loss_fn,
-            topology=topology or self.topology,
+            topology=topology,
         )
 
     def gradient(

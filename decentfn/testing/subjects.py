@@ -184,7 +184,8 @@ def ranks(
     starts = on_kept_ranks(size, start, delay=delay)
     if run.backend not in (None, "donate") and not program.is_compiled.is_set():
         with alone_as_rank_of(size):
-            program.step(trees.map(torch.clone, starts[0]), batch(0, 0), 0)
+            for t in range(steps):  # with and without a round
+                program.step(trees.map(torch.clone, starts[0]), batch(0, t), t)
         program.is_compiled.set()
     join = torch.cat if run.local > 1 else torch.stack
     histories = on_kept_ranks(size, train, delay=delay)

@@ -2,7 +2,7 @@
 
 from decentfn.comm.collectives import within_worker
 from decentfn.comm.collectives.connections import require_recoverable, watch
-from decentfn.comm.collectives.lookup import Row, look_up, members, on_device, refuse_size
+from decentfn.comm.collectives.lookup import Row, look_up, members, on_device, refuse_size, resting, rests
 from decentfn.comm.collectives.membership import (
     adopt_default_group,
     everyone,

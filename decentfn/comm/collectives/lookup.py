@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -61,6 +62,26 @@ class Row(NamedTuple):
     group_size: Tensor  # 0-d int64
     are_pairs: Tensor  # 0-d bool, True if in each slot two workers hear each other, with the same weight
     given: Tensor  # [K] float64, weights of its messages at the receivers; W[j, i], while `weights` are W[i, j]
+
+
+@contextmanager
+def resting(schedules: Sequence[Topology], t: int) -> Iterator[None]:
+    """Context of step t in which `rests` is True of these schedules, if none of them has a round in it."""
+    here, outer = context.step_world or world(), context.resting
+    is_due = any(here.schedule(int(one.handle)).round(t).is_active for one in schedules)
+    context.resting = () if is_due else tuple(schedules)
+    try:
+        yield
+    finally:
+        context.resting = outer
+
+
+def rests(*topologies: Topology) -> bool:
+    """Return True if it was known on the host before the step that these schedules rest in it; False: they may not.
+
+    A constant of compiled code, which is compiled for either value.
+    """
+    return all(any(one is other for other in context.resting) for one in topologies)
 
 
 _FACTS, _GROUP = 5, 2

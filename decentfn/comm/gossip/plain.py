@@ -57,6 +57,8 @@ def post(
     In a guarded step, `good` (0-d bool) tells if the message is good, if `x` does not show it.
     """
     sent = [narrow(b, plan.dtype, wire_dtype) for b, plan in zip(x.tensors, x.plan.buckets, strict=True)]
+    if collectives.rests(row.topology) and x.tensors[0].dim() == 1 and not context.guarded:
+        return Posted(x, sent, (), (), row, {})
     if good is not None:
         context.guarded[-1].replaced.append(~good)
     elif context.guarded:
@@ -276,6 +278,8 @@ def _mixed(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
     own, row = posted.own.tensors[index], posted.row
     dtype = wide(own.dtype)  # sixteen-bit values are mixed in float32; weights are exact to 1e-12
     pairs = _weighted(posted, index, gamma, dtype)
+    if not pairs and posted.flags is None:
+        return own.clone()
     x, sent = own.to(dtype), posted.sent[index].to(dtype)
     if posted.flags is not None:
         in_place_of_bad = row.weights[0].to(dtype)  # 0, or NaN if no good message arrived
