@@ -124,7 +124,10 @@ class Step:
         last = getattr(x, "taken_at", None)
         if last is not None and number != last + 1:
             self._require_next(number, last)
-        with collectives.whole_step(number, donated=self._overwrites) as here, draws.torch_draws(number, here.place):
+        with (
+            collectives.whole_step(number, donated=self._overwrites) as here,
+            draws.torch_draws(number, here.identity.place),
+        ):
             if self.is_by_autograd and not functorch.has_no_value(state.params.tensors[0]):
                 result = with_side_channel(self.run, state, batch, t)
             else:
