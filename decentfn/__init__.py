@@ -42,6 +42,7 @@ from decentfn.algorithms.stochastic_gradient_push import stochastic_gradient_pus
 from decentfn.algorithms.streaming_diloco import streaming_diloco
 from decentfn.comm.fingerprint import broadcast
 from decentfn.core import draws
+from decentfn.elastic.survival import join, survive
 from decentfn.engine.compilation import compile
 from decentfn.engine.donation import donate
 from decentfn.engine.simulation import simulate, stack, worker
@@ -70,7 +71,6 @@ from decentfn.train.evaluation import evaluate, evaluate_replicas
 from decentfn.train.learning_rate import learning_rate, set_learning_rate
 from decentfn.train.resizing import resize
 from decentfn.train.state_dicts import load_state_dict, state_dict
-from decentfn.train.survival import join, survive
 from decentfn.wrappers import average_buffers, ema, ema_params, ema_state, guard, mix_state
 
 __version__ = "0.2.0.dev0"

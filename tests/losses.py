@@ -18,8 +18,8 @@ import torch
 import decentfn as df
 from decentfn.comm.collectives import World, use, world
 from decentfn.core import trees
+from decentfn.elastic.joining import wait_for_run
 from decentfn.testing import mean_is_preserved, on_ranks
-from decentfn.train.joining import wait_for_run
 from tests.contract import ROWS
 
 F64 = torch.float64
@@ -81,7 +81,7 @@ LOSSES = {
 
 def leave(step):
     """End this rank as a dead process does: its connections and its port are closed."""
-    step.survivor._doorbell._port.close()
+    step.survivor._liveness._port.close()
     world().hang_up()
 
 
@@ -127,7 +127,7 @@ def survived(build, n, deaths=None, *, local=1, equal=False, joins=None, batch=N
                 raise TimeoutError("nobody has joined")
             seen[t] = state
             state, _ = step(state, given(t), t)
-            if end is None and (n in world().seats or failed):
+            if end is None and (n in world().hooks.members.seats or failed):
                 end = max(t, last) + AFTER
             t += 1
             time.sleep(0.001 if joins is not None else 0)

@@ -30,7 +30,7 @@ def times(backend):
     init, step = df.adapt_while_communicate(loss_fn, df.sgd(0.1), df.topology("one-peer-exp", N))
     if backend:
         step = df.compile(step, donate=False, backend=backend)
-    group = collectives.world().group
+    group = collectives.world().channels.group
 
     def beside_a_sum(state, batch, t):
         work = group.allreduce([torch.zeros(1)])

@@ -88,21 +88,23 @@ def _value(function: Callable[[Tensor], Any], t: int) -> str:
         return type(error).__name__  # a table that ends before
 
 
-def agree(lines: list[str], of_shard: Sequence[str] = ()) -> None:
+def agree(lines: list[str], of_part: Sequence[str] = ()) -> None:
     """Compare the runs that the ranks are about to start; collective. Arguments and errors as for `compare`."""
-    compare("init(params)", lines, "every rank must build the same algorithm, model and topology", of_shard)
-    collectives.world().agreed.update(lines, of_shard)
+    compare("init(params)", lines, "every rank must build the same algorithm, model and topology", of_part)
+    collectives.world().agreed.update(lines, of_part)
 
 
 def compare(
     call: str,
     lines: list[str],
     rule: str,
-    of_shard: Sequence[str] = (),
+    of_part: Sequence[str] = (),
     of_tp_group: Sequence[str] = (),
     tp_size: int = 1,
 ) -> None:
-    """Compare `lines` over all ranks, `of_shard` over ranks of a shard, `of_tp_group` in those groups; collective.
+    """Compare `lines` over all ranks, `of_part` over those with one index in their worker, `of_tp_group` in those groups.
+
+    Collective.
 
     Raises:
         PlanMismatch: on every rank, naming the first rank and line that differ from most, and the `rule`.
@@ -110,9 +112,9 @@ def compare(
     world = collectives.everyone()
     size, here = world.processes_per_worker, world.rank
     with collectives.calling(call):
-        told = collectives.gather_objects([lines, list(of_shard), list(of_tp_group)], world)
+        told = collectives.gather_objects([lines, list(of_part), list(of_tp_group)], world)
     groups = [[(rank, told[rank][0]) for rank in range(len(told))]]
-    groups += [[(rank, told[rank][1]) for rank in range(shard, len(told), size)] for shard in range(size)]
+    groups += [[(rank, told[rank][1]) for rank in range(part, len(told), size)] for part in range(size)]
     groups += [[(rank, told[rank][2]) for rank in range(i, i + tp_size)] for i in range(0, len(told), tp_size)]
     for group in groups:
         everyone = [theirs for _, theirs in group]

@@ -11,7 +11,7 @@ class _Context(threading.local):
         # Set here, and not in the class: torch.compile guards the fields in every thread that runs what it compiled.
         self.world: Any = None  # the world of the operators (`collectives.use`)
         self.step_world: Any = None  # of the running step (`collectives.whole_step`)
-        self.inputs: Any = None  # of the step that runs to become a CUDA graph (`scalars.StepInputs`)
+        self.inputs: Any = None  # memory of the step that is being recorded (`scalars.of_step`)
         self.resting: tuple[Any, ...] = ()  # schedules without a round in the running step (`collectives.resting`)
         self.call: tuple[str, bool] | None = None  # the user's call outside steps (`collectives.calling`)
         self.seed: int | None = None  # torch's seed outside `draws.torch_draws`

@@ -11,11 +11,13 @@ values below 2^63, so nothing overflows. Suitable for schedules and compressors;
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -214,3 +216,26 @@ _draw_operator = operator(
         0,
     ),
 )
+
+
+_numpy = np.random.MT19937(0)
+
+
+@contextmanager
+def drawing_by(seed: int) -> Iterator[None]:
+    """Context in which the CPU generators of torch, NumPy and Python begin from this seed."""
+    # The state of NumPy's generator is slow to write: the batch draws from another, which drops a normal number that waits.
+    own = np.random.get_bit_generator()  # pyright: ignore[reportAttributeAccessIssue]
+    kept, before = np.random.get_state(legacy=False), random.getstate()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        np.random.set_bit_generator(_numpy)  # pyright: ignore[reportAttributeAccessIssue]
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            np.random.set_bit_generator(own)  # pyright: ignore[reportAttributeAccessIssue]
+            if kept["has_gauss"]:
+                np.random.set_state(kept)
+            random.setstate(before)

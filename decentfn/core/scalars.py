@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from numbers import Integral
 from typing import Any
 from weakref import WeakValueDictionary
@@ -47,35 +46,8 @@ def as_step(t: int | Tensor) -> Tensor:
     )
 
 
-class StepInputs:
-    """Memory from which a CUDA graph reads what the step number determines: rounds of schedules, and t itself."""
-
-    def __init__(self) -> None:
-        self._memory: dict[tuple[Callable[..., Tensor], torch.device], Tensor] = {}
-
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Context in which `of_step` reads from this memory."""
-        outer, context.inputs = context.inputs, self
-        try:
-            yield
-        finally:
-            context.inputs = outer
-
-    def read(self, function: Callable[..., Tensor], t: Tensor, device: torch.device) -> Tensor:
-        """Return the memory's content for this function and device; the first call computes it for step t."""
-        if (function, device) not in self._memory:
-            self._memory[function, device] = function(t, device).clone()
-        return self._memory[function, device].clone()
-
-    def fill(self, t: Tensor) -> None:
-        """Write the content for step t."""
-        for (function, device), memory in self._memory.items():
-            memory.copy_(function(t, device))
-
-
 def of_step(function: Callable[[Tensor, torch.device], Tensor], t: Tensor, device: torch.device) -> Tensor:
-    """Return `function(t, device)`. Kernels call it: a replayed CUDA graph does not run their Python code again."""
+    """Return `function(t, device)`. Kernels call it: a recorded step does not run their Python code again, but reads from memory."""
     return function(t, device) if context.inputs is None else context.inputs.read(function, t, device)
 
 

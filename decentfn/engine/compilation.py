@@ -112,7 +112,7 @@ def compile(
         leaves, structure = trees.flatten(state)
         here = context.step_world or collectives.world()
         # A graph depends on these, and Dynamo does not see them.
-        form = here.num_seats, here.processes_per_worker, structure
+        form = here.identity.size_at_start, here.identity.processes_per_worker, structure
         pair = None
         for known, its_graphs in graphs:
             if known == form:

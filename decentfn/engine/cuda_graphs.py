@@ -6,7 +6,8 @@ copied into buffers, and operators read what depends on t from a `StepInputs`, f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from decentfn.core import trees
 from decentfn.core.context import context
 from decentfn.core.formatting import brief_error
 from decentfn.core.numbers import require
-from decentfn.core.scalars import StepInputs
 from decentfn.core.trees import PyTree
 from decentfn.kit.step import Step
 
@@ -125,6 +125,33 @@ def replayed(
         return state, recording.metrics_of(run, recorders[0], state, t)
 
     return step
+
+
+class StepInputs:
+    """Memory from which a CUDA graph reads what the step number determines: rounds of schedules, and t itself."""
+
+    def __init__(self) -> None:
+        self._memory: dict[tuple[Callable[..., Tensor], torch.device], Tensor] = {}
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Context in which `of_step` reads from this memory."""
+        outer, context.inputs = context.inputs, self
+        try:
+            yield
+        finally:
+            context.inputs = outer
+
+    def read(self, function: Callable[..., Tensor], t: Tensor, device: torch.device) -> Tensor:
+        """Return the memory's content for this function and device; the first call computes it for step t."""
+        if (function, device) not in self._memory:
+            self._memory[function, device] = function(t, device).clone()
+        return self._memory[function, device].clone()
+
+    def fill(self, t: Tensor) -> None:
+        """Write the content for step t."""
+        for (function, device), memory in self._memory.items():
+            memory.copy_(function(t, device))
 
 
 class _Recording:

@@ -59,7 +59,7 @@ def simulate(step: Step | Callable[..., Any], num_workers: int, *, chunk_size: i
 
     def check(state: Any, batch: PyTree, t: Tensor) -> None:
         here = collectives.world()
-        if step.num_workers is not None and num_workers * here.num_seats != step.num_workers:
+        if step.num_workers is not None and num_workers * here.identity.size_at_start != step.num_workers:
             collectives.refuse_size(here, num_workers, step.num_workers, "simulate")
         require_rows("state", state, num_workers)
         if step.is_by_autograd:

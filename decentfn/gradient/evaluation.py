@@ -124,7 +124,7 @@ def evaluate(
         batch: the batch of the loss.
         t: the step, 0-d int64 on the CPU; a key of the operator's random numbers.
         scale: 0-d, positive: the gradient of `scale * loss` is computed and divided by it, so that small gradients
-            survive sixteen-bit arithmetic within the loss; an overflow makes it infinite or NaN.
+            are not lost in sixteen-bit arithmetic within the loss; an overflow makes it infinite or NaN.
     """
     plan = params.plan
     if plan.processes == 1:

@@ -40,8 +40,8 @@ class State(NamedTuple):
     memory: Any = ()
     """Memory of the algorithm: trackers, slow copies, in-flight messages. A NamedTuple with a method
     `restart(x: Buckets)`, which returns the memory of a run that starts at parameters x; or `()` for none. The
-    attribute `averaged` names the fields whose means over the workers `df.resize` keeps; other fields are reset. With
-    `df.survive` each worker keeps these fields, unless a method `without_lost(x, mean)` says otherwise."""
+    attribute `averaged` names the fields whose means over the workers `df.resize` keeps; other fields are reset. When
+    other workers leave, a worker keeps these fields, unless a method `without_lost(x, mean)` says otherwise."""
 
     @property
     def buffers(self) -> PyTree:

@@ -107,7 +107,7 @@ class Step:
                     collectives.require_workers_of(x.plan.processes)
             is_known = self.check is None or key in self._known
             result = (self._run_whole if is_known else self._check_and_run)(state, batch, step_number)
-            if not is_known:
+            if not is_known and isinstance(x, Buckets):
                 self._known[key] = x.plan
         return result if self.finish is None else self.finish(state, *result)
 
@@ -134,7 +134,7 @@ class Step:
         with (
             collectives.whole_step(number, donated=self._overwrites) as here,
             collectives.resting(self.schedules, number),
-            draws.torch_draws(number, here.place),
+            draws.torch_draws(number, here.identity.place),
         ):
             if self.is_by_autograd and not functorch.has_no_value(state.params.tensors[0]):
                 result = with_side_channel(self.run, state, batch, t)

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import Store
 
-from decentfn.comm.collectives import World, use
+from decentfn.comm.collectives import Channels, Identity, World, use
 from decentfn.core.numbers import at_least
 
 T = TypeVar("T")
@@ -64,7 +64,8 @@ def alone_as_rank_of(num_ranks: int) -> Iterator[World]:
 
     Used to compile a step once before all ranks run its code.
     """
-    with use(_Nowhere(_NoGroup(), 0, num_ranks)) as world:  # pyright: ignore[reportArgumentType]
+    identity = Identity.of(0, num_ranks)
+    with use(World(None, 0, num_ranks, channels=_Nowhere(identity, _NoGroup()))) as world:
         yield world
 
 
@@ -83,24 +84,27 @@ def _run(worlds: list[World], function: Callable[..., T], *arguments: Any) -> li
 def _connect(num_ranks: int, timeout: timedelta, delay: float) -> list[World]:
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     with ThreadPoolExecutor(num_ranks) as threads:
-        return list(threads.map(lambda rank: ThreadWorld(store, rank, num_ranks, timeout, delay), range(num_ranks)))
+        return list(threads.map(lambda rank: thread_world(store, rank, num_ranks, timeout, delay), range(num_ranks)))
 
 
-class ThreadWorld(World):
-    """World of a rank that is a thread, with its own gloo groups over a store in memory."""
+def thread_world(store: Store, rank: int, size: int, timeout: timedelta, delay: float = 0.0) -> World:
+    """Return the world of a rank that is a thread, with its own gloo groups over a store in memory."""
+    identity = Identity.of(rank, size)
+    return World(None, rank, size, channels=_ThreadChannels(identity, store, timeout, delay))
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, delay: float = 0.0) -> None:
-        self._store, self._delay = store, delay
-        self.rank, self.timeout, self._made = rank, timeout, 0
-        super().__init__(self._group("all", tuple(range(size))), rank, size, timeout)
 
-    def _new_group(self, ranks: tuple[int, ...]) -> Any:
+class _ThreadChannels(Channels):
+    def __init__(self, identity: Identity, store: Store, timeout: timedelta, delay: float) -> None:
+        super().__init__(identity, None, timeout, store)
+        self._delay, self._made = delay, 0
+        self.group = self._group("all", tuple(range(identity.size)))
+
+    def new_group(self, ranks: tuple[int, ...]) -> Any:
         self._made += 1  # all ranks make the same groups in the same order
-        return self._group(f"group {self._made}", ranks) if self.rank in ranks else None
+        return self._group(f"group {self._made}", ranks) if self.identity.rank in ranks else None
 
     def _group(self, name: str, ranks: tuple[int, ...]) -> Any:
-        store = PrefixStore(name, self.store)
-        group = dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), self.timeout)
+        group: Any = self.connected(name, ranks)
         return _Late(group, self._delay) if self._delay else group
 
 
@@ -132,7 +136,7 @@ class _LateWork:
         return self._work.result().wait(*timeout)
 
 
-class _Nowhere(World):
+class _Nowhere(Channels):
     def subgroup(self, ranks: tuple[int, ...]) -> Any:
         return self.group
 

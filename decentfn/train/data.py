@@ -6,9 +6,7 @@ All workers have batches of one size in every step, even if the shards are uneve
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from numbers import Integral
@@ -20,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
 
 from decentfn.core import trees
-from decentfn.core.draws import worker_seed
+from decentfn.core.draws import drawing_by, worker_seed
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import at_least, checks_numbers, require
 
@@ -184,7 +182,7 @@ class Seeded(Dataset[Any]):
         found: list[Any] = []
         for i, worker in enumerate(samples.workers):
             own = samples[i * size : (i + 1) * size]
-            with _drawing_by(worker_seed(worker_seed(self._seed, worker, samples.t), 0)):  # unlike the permutations
+            with drawing_by(worker_seed(worker_seed(self._seed, worker, samples.t), 0)):  # unlike the permutations
                 found += [self.dataset[sample] for sample in own] if read is None else read(own)
         return found
 
@@ -208,28 +206,6 @@ def seeded(dataset: Any, seed: int = 0) -> Seeded:
             "t))."
         )
     return Seeded(dataset, seed)
-
-
-_numpy = np.random.MT19937(0)
-
-
-@contextmanager
-def _drawing_by(seed: int) -> Iterator[None]:
-    # To read and write the state of NumPy's generator is slow, so the batch draws from another; but that drops a normal
-    # number that NumPy keeps for the next call.
-    own, kept, before = np.random.get_bit_generator(), np.random.get_state(legacy=False), random.getstate()
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        np.random.set_bit_generator(_numpy)
-        np.random.seed(seed % 2**32)
-        random.seed(seed)
-        try:
-            yield
-        finally:
-            np.random.set_bit_generator(own)
-            if kept["has_gauss"]:
-                np.random.set_state(kept)
-            random.setstate(before)
 
 
 @checks_numbers

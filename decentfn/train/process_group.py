@@ -20,11 +20,11 @@ from decentfn.comm import collectives
 from decentfn.comm.collectives import World
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import checks_numbers, real
+from decentfn.elastic.joining import store_of_environment, versions, wait_for_run
 from decentfn.engine.memory import keep_freed_memory
 from decentfn.errors import PlanMismatch
 from decentfn.train.exit_hooks import end_with_agent, report_root_cause
 from decentfn.train.generation import fresh_part
-from decentfn.train.joining import store_of_environment, versions, wait_for_run
 from decentfn.train.store import answered, store_of_run, unknown_interface
 
 _log = logging.getLogger("decentfn")
@@ -165,7 +165,7 @@ def _take_over(backend: str | None, timeout: timedelta | None) -> None:
 def _newcomer(timeout: timedelta) -> World:
     if dist.is_initialized():
         raise ValueError("init(join=True): this process is in a group already; start another one, without torchrun.")
-    if (known := collectives.everyone()).num_seats > 1:  # an earlier call
+    if (known := collectives.everyone()).identity.size_at_start > 1:  # an earlier call
         return known
     world = collectives.adopt_default_group(timeout)
     keep_freed_memory()

@@ -50,7 +50,7 @@ class Stop:
     def _connect(self) -> None:
         """Connect the thread with the other processes'; collective."""
         here = collectives.everyone()
-        self._generation, self._world = here.generation, here.apart()
+        self._changes, self._world = here.hooks.changes, here.apart()
         self._every = self._most if here.size > 1 else 1
         self._asked: Future[list[bool]] | None = None
         with collectives.calling("df.preemption(marker)"):  # connects it, so that `hang_up` ends what waits
@@ -70,7 +70,7 @@ class Stop:
         try:
             stops = self._hears()
         except RunError as error:
-            if not collectives.everyone().steps.survives:
+            if collectives.everyone().hooks.loss_is_final:
                 raise
             _log.warning("stop(t=%d): %s; not answered until the workers have agreed on who is left", int(t), error)
             stops = False
@@ -82,8 +82,8 @@ class Stop:
     def _hears(self) -> bool:
         """Return True if a process has a signal; in a step with a check, which all have in common."""
         here = collectives.everyone()
-        if self._generation != here.generation:
-            collectives.refuse_missed("stop(t)")
+        if self._changes != here.hooks.changes:
+            here.hooks.before_call("stop(t)")
             if self._world is not here:
                 self._world.let_go()
             self._connect()
@@ -123,7 +123,9 @@ class Stop:
                 if os.environ.get("LOCAL_RANK", "0") == "0":
                     self._mark()
             elif error is not None:
-                self._world.steps.tell(None, timed_out=False)  # before a wait that `hang_up` ends is told as a timeout
+                self._world.session.tell(
+                    None, timed_out=False
+                )  # before a wait that `hang_up` ends is told as a timeout
                 self._world.hang_up()
                 if self._received and isinstance(error, RunError):  # preempted all the same
                     self._mark()

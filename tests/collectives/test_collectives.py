@@ -252,7 +252,7 @@ def test_no_message_is_asked_for_after_one_that_was_refused():
         posted = [exchange(x, look_up(x, topology, torch.tensor(0))) for x in (torch.ones(3), torch.ones(4))]
         assert backend.asked[1:2] == [("send", 3)] and ("send", 4) not in backend.asked
         assert [wait(flight).tolist() for flight in posted] == [[[1.0] * 3], [[1.0] * 4]]
-    assert here.steps.lost is not None
+    assert here.session.lost is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8])
@@ -318,13 +318,13 @@ def test_a_message_nobody_waits_for_is_received_all_the_same():
         x = torch.full((1_000_000,), 5.0)
         with collectives.whole_step(0):
             exchange(x, look_up(x, topology, torch.tensor(0)))
-        left = len(collectives.world().steps.in_flight)
+        left = len(collectives.world().session.in_flight)
         with pytest.raises(ZeroDivisionError), collectives.whole_step(1):
             exchange(x, look_up(x, topology, torch.tensor(1)))
             raise ZeroDivisionError
         refused = f"rank {rank} cannot go on, because its step t=1 raised ZeroDivisionError"
         with pytest.raises(RuntimeError, match=refused), collectives.whole_step(2):
             pass
-        return left + len(collectives.world().steps.in_flight)
+        return left + len(collectives.world().session.in_flight)
 
     assert on_ranks(2, one) == [0, 0]

@@ -112,7 +112,7 @@ class Case:
             self.init(params(rank))
             me = rank if everyone_is is None else everyone_is
             state = trees.map(torch.clone, self.held[me])
-            group = world().group = Breaks(world().group, *(lost if rank == 1 else (-1, "")))
+            group = world().channels.group = Breaks(world().channels.group, *(lost if rank == 1 else (-1, "")))
             try:
                 after, _ = self.step(state, torch.ones(()) * me, AT)
             except df.errors.RunError as error:
@@ -182,7 +182,7 @@ def test_the_last_exchanges_are_written_down(tmp_path, monkeypatch):
         state = init(params(rank))
         for t in range(40):
             if rank == 1 and t == 30:
-                world().group = Breaks(world().group, 4, "wait")  # of the third bucket
+                world().channels.group = Breaks(world().channels.group, 4, "wait")  # of the third bucket
             try:
                 state, _ = step(state, torch.ones(()), t)
             except df.errors.PeerLost as error:
@@ -291,7 +291,7 @@ def test_an_error_names_the_step_that_ran_where_an_algorithm_mixes_by_an_earlier
         state = init(params(rank))
         for t in range(AT + 1):
             if t == AT and rank == 1:
-                world().group = Breaks(world().group, 0, "wait")
+                world().channels.group = Breaks(world().channels.group, 0, "wait")
             try:
                 state, _ = step(state, torch.ones(()), t)
             except df.errors.RunError as error:

@@ -16,7 +16,7 @@ ROUNDS = 100
 
 def _references_at_forks():
     """Count forks at which gloo's thread still held the tensors of a finished collective."""
-    group = collectives.world().group
+    group = collectives.world().channels.group
     late = 0
     for _ in range(ROUNDS):
         received = [torch.zeros(8) for _ in range(2)]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import decentfn as df
 from decentfn.comm import gossip
 from decentfn.comm.collectives import World, exchange, look_up, use, wait
-from decentfn.comm.collectives.steps import Steps
+from decentfn.comm.collectives.session import Session
 from decentfn.core.buckets import loose
 from decentfn.testing import on_ranks
 from tests.collectives.test_collectives import schedule
@@ -189,17 +189,15 @@ def test_a_store_that_is_gone_ends_the_comparison_and_not_the_run():
         def compare_set(self, *arguments):
             raise RuntimeError("Connection reset by peer")
 
-    steps = Steps(1)
-    steps.begin(Gone())
-    assert [steps.call("exchange", torch.tensor(t))[1] for t in range(5)] == [None] * 5
+    session = Session(1, Gone())
+    assert [session.call("exchange", torch.tensor(t))[1] for t in range(5)] == [None] * 5
 
 
 def test_what_was_compared_is_forgotten_in_the_end():
     store = dist.HashStore()
-    steps = Steps(0)
-    steps.begin(store)
+    session = Session(0, store)
     for t in range(70 * 256):
-        steps.call("exchange", torch.tensor(t))
+        session.call("exchange", torch.tensor(t))
     assert store.num_keys() <= 64 + 9
 
 

@@ -480,7 +480,7 @@ def test_an_exception_on_one_rank_drains_its_messages_and_the_next_step_names_it
                 except (ArithmeticError, RuntimeError) as error:
                     said.append(str(error))
                     assert all(torch.equal(a, b) for a, b in zip(before, trees.leaves(state), strict=True))
-            assert not world().steps.in_flight
+            assert not world().session.in_flight
         return said
 
     said, others = testing.on_ranks(2, fails_once)

@@ -181,9 +181,9 @@ def main(spec, rank):
                 x=state.params.tensors[0].view(local, -1).mean(0).tolist(),
                 weight=1.0 if w is None else float(w.mean()),
                 workers=world.num_workers,
-                seats=list(world.seats),
-                generation=world.generation,
-                places=list(world.places),
+                seats=list(world.hooks.members.seats),
+                generation=world.hooks.changes,
+                places=list(world.hooks.members.places),
                 graphs=counters["stats"]["unique_graphs"],
                 calls=said,
             )

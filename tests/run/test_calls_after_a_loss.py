@@ -32,13 +32,15 @@ def train(rank, dies_inside):
     for t in range(STEPS):
         if rank == 3 and t == AT:
             if dies_inside:  # its partner lacks its message, and the two others end the step
-                world().group.allreduce([torch.zeros(1)]).wait()
+                world().channels.group.allreduce([torch.zeros(1)]).wait()
                 time.sleep(0.2)
             leave(step)
             break
         state, _ = step(state, gradient(rank, t), t)
         mean = outcome(df.consensus_mean, state)
-        seen.append((state.params.tensors[0].clone(), mean, outcome(df.consensus_distance, state), world().seats))
+        seen.append(
+            (state.params.tensors[0].clone(), mean, outcome(df.consensus_distance, state), world().hooks.members.seats)
+        )
     return seen
 
 

@@ -12,11 +12,11 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 import decentfn
 import decentfn as df
-from decentfn.comm.collectives import World, use, world
+from decentfn.comm.collectives import Channels, Identity, World, use, world
 from decentfn.core import trees
+from decentfn.elastic.joining import await_admission, new_seat, open_run, wait_for_run
+from decentfn.elastic.liveness import Liveness
 from decentfn.testing import on_ranks
-from decentfn.train.doorbell import Doorbell
-from decentfn.train.joining import await_admission, new_seat, open_run, wait_for_run
 from tests.run import survivors
 from tests.run.survivors import F64, RATE, gradient, loss_fn, start_params
 from tests.run.test_survival import leave
@@ -78,11 +78,12 @@ def run(n, task, leaves=None, at=2, after=AFTER):
                 leave(step)
                 return
             state, _ = step(state, task.batch(t), t)
-            if end is None and n in world().seats:
+            members = world().hooks.members
+            if end is None and n in members.seats:
                 end = t + after
             w = getattr(state.memory, "weight", None)
             x = state.params.tensors[0].clone()
-            seen[rank][t] = x, 1.0 if w is None else float(w), world().seats, world().places
+            seen[rank][t] = x, 1.0 if w is None else float(w), members.seats, members.places
             seen[rank].state = state
             time.sleep(0.002)
             t += 1
@@ -267,8 +268,7 @@ def test_every_kind_of_algorithm_is_joined_without_a_compilation(job, tmp_path):
 
 def a_run(state):
     """The store of a run of two workers."""
-    here = World(None, 0, 2)
-    here._store = HashStore()
+    here = World(None, 0, 2, channels=Channels(Identity.of(0, 2), None, store=HashStore()))
     open_run(here, state)
     return here.store
 
@@ -300,22 +300,23 @@ def test_a_newcomer_that_dies_before_it_has_the_state_is_left_out(is_admitted):
         for t in range(12):
             if rank == 0 and t == 2:
                 newcomer = wait_for_run(World(None, 0, 1), store, timedelta(seconds=5))
-                seat = new_seat(newcomer, newcomer.awaits)
-                bell = Doorbell(PrefixStore("survive", newcomer.awaits), seat)
-                threading.Thread(target=die, args=(newcomer.awaits, seat, bell)).start()
+                run = newcomer.hooks.run
+                seat = new_seat(newcomer, run)
+                probed = Liveness(PrefixStore("survive", run), seat)
+                threading.Thread(target=die, args=(run, seat, probed)).start()
                 if not is_admitted:
                     assert gone.wait(10)
             if rank == 0 and t > 2:
                 time.sleep(0.1)
             state, _ = step(state, task.batch(t), t)
-        return world().seats, world().generation, state.params.tensors[0]
+        return world().hooks.members.seats, world().hooks.changes, state.params.tensors[0]
 
-    def die(run, seat, bell):
+    def die(run, seat, probed):
         if is_admitted:
-            await_admission(run, seat, bell)
+            await_admission(run, seat, probed)
         else:
             run.set(f"waiting {seat}", "")
-        bell.close()
+        probed.close()
         gone.set()
 
     seats, generations, x = zip(*on_ranks(3, on_this_rank), strict=True)
@@ -348,7 +349,7 @@ def refusal(members, newcomer):
             time.sleep(0 if refused else 0.1)
         if rank == 0:
             thread.join()
-        return world().generation
+        return world().hooks.changes
 
     assert on_ranks(2, on_this_rank) == [0, 0]
     assert len(refused) == 1

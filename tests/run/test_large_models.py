@@ -630,13 +630,16 @@ def mistakes():
         note("load", df.load_state_dict, Network(), state, {})
         note("resize", df.resize, df.stack(state, 1), algorithm)
         note(
-            "DDP", df.functional, nn.parallel.DistributedDataParallel(Network(), process_group=world.intra_worker), loss
+            "DDP",
+            df.functional,
+            nn.parallel.DistributedDataParallel(Network(), process_group=world.channels.intra_worker),
+            loss,
         )
         note("compiled", df.functional, torch.compile(module), loss)
         note(
             "FSDP1",
             df.functional,
-            FullyShardedDataParallel(nn.Linear(4, 4), world.intra_worker, device_id=world.device),
+            FullyShardedDataParallel(nn.Linear(4, 4), world.channels.intra_worker, device_id=world.device),
             loss,
         )
         every = make(df.autograd(plain_loss), optimizer(), df.topology("one-peer-exp", world.size))

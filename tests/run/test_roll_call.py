@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import pytest
 
-from decentfn.train.roll_call import Decision, Leave, Note, Wait, act, places_of
+from decentfn.elastic.roll_call import Decision, Leave, Note, Wait, act, places_of
 
 
 class Worker(NamedTuple):

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 import decentfn as df
-from decentfn.comm.collectives import World, use, world
+from decentfn.comm.collectives import Identity, World, use, world
 from decentfn.testing import on_ranks
 from decentfn.topologies.resized import enlarged, in_place
 from tests import chaos, losses
@@ -27,7 +28,7 @@ STEPS = 8
 
 def leave(step):
     """End this rank as a dead process does: its connections and its port are closed."""
-    step.survivor._doorbell._port.close()
+    step.survivor._liveness._port.close()
     world().hang_up()
 
 
@@ -134,7 +135,7 @@ def test_the_lowest_that_is_left_writes_the_log_on(at, when, tmp_path):
                 break
             log.write({"rank": rank}, step=t)
             log.write({"again": t}, step=t)
-        if world().generation:
+        if world().hooks.changes:
             log.write({"result": rank})
         log.close()
         return log.path
@@ -172,7 +173,7 @@ class ForgottenSend:
 def test_a_worker_whose_wait_does_not_end_hears_that_others_call_the_roll():
     def train_on(rank):
         if rank == 1:
-            world().group = ForgottenSend(world().group, 3)
+            world().channels.group = ForgottenSend(world().channels.group, 3)
         return train(rank, "gossip", {0: 3})
 
     seen = on_ranks(4, train_on)
@@ -250,8 +251,7 @@ def test_what_cannot_be_survived_is_refused():
             call()
     with pytest.raises(ValueError, match=r"survive\(patience="):
         df.survive(step, patience=timedelta(0))
-    several = World(None, 0, 2)
-    several.processes_per_worker = 2
+    several = World(None, 0, 2, identity=replace(Identity.of(0, 2), processes_per_worker=2))
     on_gpus = World(None, 0, 2, device=torch.device("cuda"))
     for here, kind in ((several, "workers of 2 processes"), (on_gpus, "export TORCH_NCCL_ASYNC_ERROR_HANDLING=0")):
         with use(here), pytest.raises(ValueError, match=kind):

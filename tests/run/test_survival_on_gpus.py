@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 import decentfn as df
-from decentfn.comm.collectives import World, connections, world
-from decentfn.comm.collectives.steps import TAGS
+from decentfn.comm.collectives import world
+from decentfn.comm.collectives.session import TAGS
+from decentfn.elastic import gpus, survivable
 from decentfn.testing import on_ranks
 from tests.run.survivors import RATE, Fault, gradient, loss_fn, start_params
 from tests.run.test_survival import leave
@@ -83,12 +85,13 @@ def test_no_garbage_of_an_aborted_message_is_kept(blocks, monkeypatch):
     def default_group(store, rank, size, timeout, device):
         return LikeNccl(dist.ProcessGroupGloo(store, rank, size, timeout), blocks)
 
-    monkeypatch.setattr(World, "polls", property(lambda here: here.steps.survives))
-    monkeypatch.setattr(connections, "default_group", default_group)
+    monkeypatch.setattr(survivable, "require_recoverable", lambda call: None)
+    monkeypatch.setattr(gpus, "default_group", default_group)
 
     def train(rank):
         here = world()
-        here.group = LikeNccl(here.group, blocks)
+        here.become(identity=replace(here.identity, device=torch.device("cuda")))
+        here.channels.group = LikeNccl(here.channels.group, blocks)
         is_lost = False
 
         @df.autograd

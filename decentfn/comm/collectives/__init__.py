@@ -1,7 +1,9 @@
 """Collectives between workers and their processes: the world, the operators of a step, and calls outside steps."""
 
 from decentfn.comm.collectives import within_worker
-from decentfn.comm.collectives.connections import require_recoverable, watch
+from decentfn.comm.collectives.channels import Channels
+from decentfn.comm.collectives.hooks import FIXED, Hooks
+from decentfn.comm.collectives.identity import Identity
 from decentfn.comm.collectives.lookup import Row, look_up, members, on_device, refuse_size, resting, rests
 from decentfn.comm.collectives.membership import (
     adopt_default_group,
@@ -24,10 +26,9 @@ from decentfn.comm.collectives.outside import (
     gather_objects,
     process_broadcast,
     process_mean,
-    refuse_missed,
 )
-from decentfn.comm.collectives.processes import World, end_waits
 from decentfn.comm.collectives.reports import is_lost
+from decentfn.comm.collectives.session import Board, Session
 from decentfn.comm.collectives.sharded import (
     is_sharded,
     leave,
@@ -40,3 +41,4 @@ from decentfn.comm.collectives.sharded import (
     sharded,
     unsharded,
 )
+from decentfn.comm.collectives.world import World, end_waits

@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from decentfn.comm.collectives.membership import world
-from decentfn.comm.collectives.processes import World
+from decentfn.comm.collectives.world import World
 from decentfn.core.context import context
 from decentfn.core.scalars import number_on, of_step, operator
 from decentfn.topologies import Topology
+from decentfn.topologies.rounds import by_handle
 
 
 def refuse_size(here: World, local: int, workers: int, what: str) -> NoReturn:
@@ -68,7 +69,7 @@ class Row(NamedTuple):
 def resting(schedules: Sequence[Topology], t: int) -> Iterator[None]:
     """Context of step t in which `rests` is True of these schedules, if none of them has a round in it."""
     here, outer = context.step_world or world(), context.resting
-    is_due = any(here.schedule(int(one.handle)).round(t).is_active for one in schedules)
+    is_due = any(here.hooks.schedule(one).round(t).is_active for one in schedules)
     context.resting = () if is_due else tuple(schedules)
     try:
         yield
@@ -113,11 +114,11 @@ def look_up(token: Tensor, topology: Topology, t: Tensor) -> Row:
 
 def _look_up_kernel(token: Tensor, handle: Tensor, t: Tensor, slots: int, workers: int) -> Tensor:
     here = context.step_world or world()
-    topology = here.schedule(int(handle))
-    if (workers or 1) * here.size != topology.num_workers:
+    topology, identity = here.hooks.schedule(by_handle[int(handle)]), here.identity
+    if (workers or 1) * identity.size != topology.num_workers:
         refuse_size(here, workers or 1, topology.num_workers, "step(state, batch, t)")
     rows = topology.rows(t, token.device) if context.inputs is None else of_step(topology.rows, t, token.device)
-    return (rows[here.rank * workers : (here.rank + 1) * workers] if workers else rows[here.rank]).clone()
+    return (rows[identity.rank * workers : (identity.rank + 1) * workers] if workers else rows[identity.rank]).clone()
 
 
 def _look_up_vmap(info: Any, in_dims: Any, *arguments: Any) -> tuple[Tensor, int | None]:
@@ -140,7 +141,7 @@ _look_up = operator(
 
 
 def _members_kernel(group: Tensor, handle: Tensor, t: Tensor, num_workers: int) -> Tensor:
-    topology = (context.step_world or world()).schedule(int(handle))
+    topology = (context.step_world or world()).hooks.schedule(by_handle[int(handle)])
     theirs = of_step(topology.rows, t, group.device)[:, _GROUP]
     if len(theirs) > num_workers:
         raise ValueError(

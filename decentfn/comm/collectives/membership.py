@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from decentfn.comm.collectives.forks import wait_for_gloo, wait_for_gloo_before_forks
-from decentfn.comm.collectives.processes import World, worlds
+from decentfn.comm.collectives.world import World, worlds
 from decentfn.core.context import context
 from decentfn.torch_private.dynamo import constant_while_traced
 
@@ -41,7 +42,7 @@ def world() -> World:
     if given is not None:
         return given._gossip or given
     group = dist.group.WORLD  # None without one
-    if not _default or _default[0]._adopted is not group:
+    if not _default or _default[0].adopted is not group:
         return adopt_default_group(device=_CPU if group is None else _device_of(group))
     found = _default[0]
     return found._gossip or found
@@ -108,22 +109,27 @@ def split_workers(processes_per_worker: int) -> World:
     if size in _split:
         _default[:] = [_split[size]]
         return _split[size]
-    here = World(before.group, before.rank, before.size, before.timeout, before.device)
-    here.processes_per_worker = size
-    # Shared: one per store.
-    here._outside, here.turn, here._made_apart = before._outside, before.turn, before._made_apart
+    own, device, group, outer = before.identity, before.device, before.channels.group, before.channels
+    here = World(group, own.rank, own.size, outer.timeout, device)
+    identity = replace(here.identity, processes_per_worker=size, num_workers=own.size // size)
+    here.become(identity=identity, channels=outer.within_workers(identity, None, None))
     if size > 1:
-        ranks = torch.arange(here.size).view(-1, size)
-        rows = [here._new_group(tuple(row)) for row in ranks.tolist()]
-        columns = [here._new_group(tuple(column)) for column in ranks.T.tolist()]
-        group, here.intra_worker = columns[here.process], rows[here.worker]
-        here.mesh = DeviceMesh.from_group(
-            [group, here.intra_worker], here.device.type, mesh=ranks, mesh_dim_names=("worker", "shard")
+        ranks = torch.arange(own.size).view(-1, size)
+        rows = [outer.new_group(tuple(row)) for row in ranks.tolist()]
+        columns = [outer.new_group(tuple(column)) for column in ranks.T.tolist()]
+        across, within = columns[identity.process], rows[identity.worker]
+        mesh = DeviceMesh.from_group([across, within], device.type, mesh=ranks, mesh_dim_names=("worker", "shard"))
+        here.become(channels=outer.within_workers(identity, within, mesh))
+        of_gossip = replace(
+            identity,
+            rank=identity.worker,
+            size=identity.num_workers,
+            processes=range(identity.process, own.size, size),
+            size_at_start=identity.num_workers,
         )
-        gossip = World(group, here.worker, here.num_workers, here.timeout, here.device)
-        gossip.processes_per_worker, gossip.intra_worker, gossip.mesh = size, here.intra_worker, here.mesh
-        gossip.place, gossip.processes = here.rank, range(here.process, here.size, size)
-        gossip._all_processes, here._gossip = here, gossip
+        gossip = World(across, of_gossip.rank, of_gossip.size, identity=of_gossip)
+        gossip.become(channels=outer.within_workers(of_gossip, within, mesh, across))
+        here.split(gossip)
     _default[:], _split[size] = [here], here
     return here
 
@@ -155,7 +161,7 @@ def leave_default_group() -> None:
 
 def _forget() -> None:
     for world in (*_default, *_split.values()):
-        world._gossip = None  # it refers back to the world
+        world.split(None)  # gossip's world refers back to it
     _default.clear()
     _split.clear()
 

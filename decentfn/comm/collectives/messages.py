@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from decentfn.comm.collectives.membership import world
-from decentfn.comm.collectives.processes import World
 from decentfn.comm.collectives.reports import different_steps, has_timed_out, report
-from decentfn.comm.collectives.steps import Call, Lost, Part
+from decentfn.comm.collectives.session import Call, Lost, Part, Session
+from decentfn.comm.collectives.world import World
 from decentfn.core.context import context
 from decentfn.topologies.rounds import Peers
 
@@ -44,38 +44,41 @@ def whole_step(t: int, *, donated: bool = False) -> Iterator[World]:
     misread this rank's next one. `donated`: the step overwrites the state that it is given.
     """
     here, outer = world(), context.step_world
-    steps = here.steps
-    if here.size * here.processes_per_worker > 1:
-        steps.enter(t)
+    session, identity = here.session, here.identity
+    if identity.size * identity.processes_per_worker > 1:
+        session.enter(t)
     context.step_world = here
     try:
+        here.hooks.before_step(t)
         with record_function(f"decentfn::step {t}"):
             yield here
     except BaseException as error:
-        if here.size > 1 and steps.calls != steps.before:
-            _drain(here, 0)
-            steps.cut_short = f"step t={t}", error
+        if identity.size > 1 and session.calls != session.before:
+            _drain(session, 0)
+            session.cut(f"step t={t}", error)
         raise
     finally:
-        context.step_world, steps.is_running = outer, False
-    if steps.in_flight:
-        _drain(here, steps.before)
-    if steps.lost is not None and here.size > 1:
-        named = report(here, steps.lost, next_step=t + 1 if donated else t)
-        steps.cut_short = f"step t={t}", named
-        raise named from steps.lost.error
+        context.step_world = outer
+        session.leave()
+    if session.in_flight:
+        _drain(session, session.before)
+    if session.lost is not None and identity.size > 1:
+        named = report(here, session.lost, next_step=t + 1 if donated else t)
+        session.cut(f"step t={t}", named)
+        raise named from session.lost.error
+    here.hooks.after_step(t)
 
 
 def cut_short(t: int, error: BaseException) -> None:
     """Block later steps: the one at `t` sends its messages and raises `error`; a single process continues."""
     here = world()
     if here.size > 1:
-        here.steps.cut_short = f"step t={t}", error
+        here.session.cut(f"step t={t}", error)
 
 
-def _drain(here: World, since: int) -> None:
-    """Wait for this world's calls in flight after call number `since`."""
-    end, in_flight = time.monotonic() + _PATIENCE_OF_ALL_S, here.steps.in_flight
+def _drain(session: Session, since: int) -> None:
+    """Wait for calls in flight after call number `since`."""
+    end, in_flight = time.monotonic() + _PATIENCE_OF_ALL_S, session.in_flight
     for number in [number for number in in_flight if number > since]:
         call = in_flight.pop(number)
         try:
@@ -91,20 +94,22 @@ def _drain(here: World, since: int) -> None:
 
 def lose(here: World, call: Call, error: Exception, peer: int | None = None, slot: int | None = None) -> None:
     """Record a loss. The first ends this process's exchanges: notify the others and close the connections."""
-    steps, call.lost = here.steps, str(error)
-    if steps.lost is None:
-        steps.lost = Lost(call, error, peer, slot)
-        steps.tell(peer, timed_out=has_timed_out(error))
+    session, call.lost = here.session, str(error)
+    lost = session.lost
+    if lost is None:
+        lost = Lost(call, error, peer, slot)
+        session.lose(lost, timed_out=has_timed_out(error))
         here.hang_up()
-    if not steps.is_running:
-        named = report(here, steps.lost)
-        steps.cut_short = f"step t={call.step}", named
+    if not session.is_running:
+        named = report(here, lost)
+        session.cut(f"step t={call.step}", named)
         raise named from error
 
 
 def send(here: World, call: Call, peers: Peers, x: Tensor, slots: int) -> None:
     """Start to send `x` `[L, (K,) D]` of the L workers here to their listeners, and to receive from their sources."""
-    local, first = call.local, here.rank * call.local
+    rank = here.identity.rank
+    local, first = call.local, rank * call.local
     hears, tells = peers.sources[first : first + local], peers.destinations[first : first + local]
     call.hears, call.tells = (hears[0], tells[0]) if local == 1 else (hears, tells)
     call.nbytes = x.shape[-1] * x.itemsize
@@ -119,20 +124,20 @@ def send(here: World, call: Call, peers: Peers, x: Tensor, slots: int) -> None:
             target = inbox[i, slot]
             if source < 0:
                 target.zero_()
-            elif source // local == here.rank:
+            elif source // local == rank:
                 target.copy_(x[source - first, slot])
             else:
                 receives.append(Part(target, x[i, slot], source // local, slot))
         for listener, i in sorted(zip(listeners, range(local), strict=True)):
-            if listener >= 0 and listener // local != here.rank:
+            if listener >= 0 and listener // local != rank:
                 sends.append(Part(x[i, slot], None, listener // local, slot))
     call.parts = [*receives, *sends]  # with sends first, a link takes twice as long
     if not call.parts:
         return
-    if here.steps.lost is not None:
+    if here.session.lost is not None:
         call.lost = _NOT_SENT
         return
-    group, tag, index = here.group, here.steps.tag, 0
+    group, tag, index = here.channels.group, call.tag, 0
     assert group is not None
     with record_function(f"decentfn::post {call.what} {call.index}"):
         try:
@@ -157,17 +162,19 @@ def send(here: World, call: Call, peers: Peers, x: Tensor, slots: int) -> None:
 
 def reduce(here: World, call: Call, x: Tensor, own: Tensor | None, ranks: list[int]) -> None:
     """Start to sum `x` over the group; `own` replaces the sum if it is lost."""
-    others, call.hears = [rank for rank in ranks if rank != here.rank], ranks
+    others, call.hears = [rank for rank in ranks if rank != here.identity.rank], ranks
     call.parts = [Part(x, own, others[0] if len(others) == 1 else None)]
     if not others or not x.numel():
         return
-    if here.steps.lost is not None:
+    session = here.session
+    if session.lost is not None:
         call.lost = _NOT_SENT
         return
-    group = here.subgroup(tuple(ranks))
+    group = here.channels.subgroup(tuple(ranks))
     try:
         with record_function(f"decentfn::post {call.what} {call.index}"):
-            other = here.steps.other_on_board(group, ranks, [call.step, call.number, x.nbytes], x)
+            numbers = [call.step, call.number, x.nbytes]
+            other = session.board.other_on_board(group, ranks, numbers, x, session.is_running)
             if other is None:
                 call.works.append(group.allreduce([x]))
     except RuntimeError as error:
@@ -182,23 +189,25 @@ def reduce(here: World, call: Call, x: Tensor, own: Tensor | None, ranks: list[i
 
 def land(here: World, call: Call) -> bool:
     """Wait for all of a call and return True if it arrived; if not, this worker's own payload replaces each message."""
-    here.steps.waits_since = since = time.monotonic()
+    session, since = here.session, time.monotonic()
+    session.waits.append(since)
     on_gpu = bool(call.parts) and call.parts[0].tensor.device.type != "cpu"  # where only the stream waits
     with record_function(f"decentfn::wait {call.what} {call.index}"):
         one_by_one = len(call.works) == len(call.parts)  # else the backend has combined them
         for index, work in enumerate(call.works):
             try:
-                if here.steps.lost is not None:
+                if session.lost is not None:
                     work.wait(_PATIENCE)
                 elif on_gpu:
                     work.wait()
                 else:
-                    work.wait(here.longest_wait)
+                    work.wait(here.channels.longest_wait)
             except RuntimeError as error:
                 lose(here, call, error, *(call.parts[index][2:] if one_by_one else ()))
-    if here.steps.survives and here.polls:
-        here.steps.arriving += call.works
-    here.steps.waits_since, waited = None, time.monotonic() - since
+    if here.identity.device.type != "cpu":
+        here.hooks.wait_on_gpu(call.works)
+    session.waits.remove(since)
+    waited = time.monotonic() - since
     for counted in here.counters:
         counted.seconds_waited += waited
     if call.lost is None:
@@ -243,8 +252,8 @@ def communication() -> Iterator[Communication]:
     Communication(messages=0, bytes_sent=0, bytes_received=0, seconds_waited=0.0)
     """
     here, counted = world(), Communication()
-    here.counters = (*here.counters, counted)
+    here.counters.append(counted)
     try:
         yield counted
     finally:
-        here.counters = tuple(other for other in here.counters if other is not counted)
+        here.counters[:] = [other for other in here.counters if other is not counted]

@@ -34,11 +34,12 @@ from torch import Tensor
 from decentfn.comm.collectives.lookup import Row, require_worker_axis
 from decentfn.comm.collectives.membership import world
 from decentfn.comm.collectives.messages import land, lose, reduce, send
-from decentfn.comm.collectives.processes import World
 from decentfn.comm.collectives.reports import different_steps, report
-from decentfn.comm.collectives.steps import Call
+from decentfn.comm.collectives.session import Call
+from decentfn.comm.collectives.world import World
 from decentfn.core.context import context
 from decentfn.core.scalars import operator
+from decentfn.topologies.rounds import by_handle
 from decentfn.torch_private.functorch import has_no_value, with_workers_first
 
 
@@ -53,7 +54,7 @@ def make_groups(groups: Tensor) -> None:
             for worker, group in enumerate(row):
                 ranks.setdefault(group, {})[worker // local] = None
             wanted.update(map(tuple, ranks.values()))
-        here.make_subgroups(sorted(wanted))
+        here.channels.make_subgroups(sorted(wanted))
 
 
 class Flight(NamedTuple):
@@ -119,10 +120,10 @@ def _post_kernel(x: Tensor, handle: Tensor, t: Tensor, good: Tensor | None, is_m
     if not workers:
         x = x[None]
     here, local = context.step_world or world(), x.shape[0]
-    topology, what = here.schedule(int(handle)), "group_mean" if is_mean else "exchange"
-    if here.steps.lost is not None and not here.steps.is_running:
-        raise report(here, here.steps.lost)
-    call, different = here.steps.call(what, t, local)
+    topology, what = here.hooks.schedule(by_handle[int(handle)]), "group_mean" if is_mean else "exchange"
+    if here.session.lost is not None and not here.session.is_running:
+        raise report(here, here.session.lost)
+    call, different = here.session.call(what, t, local)
     if different is not None:  # another rank has made this call at another step
         lose(here, call, different_steps(here, call, call.step, *different), different[0])
     peers = topology.peers(t)
@@ -130,20 +131,21 @@ def _post_kernel(x: Tensor, handle: Tensor, t: Tensor, good: Tensor | None, is_m
         _post_mean(here, call, peers.members or [], x)
     else:
         send(here, call, peers, x, topology.slots)
-    here.steps.in_flight[call.number] = call
+    here.session.in_flight[call.number] = call
     return torch.scalar_tensor(call.number, dtype=torch.int64)
 
 
 def _post_mean(here: World, call: Call, members: list[list[int]], x: Tensor) -> None:
     local, call.nbytes = call.local, x[0].nbytes
     if local == 1:
-        ranks = members[here.rank]
+        ranks = members[here.identity.rank]
         call.inbox = x / len(ranks)
         reduce(here, call, call.inbox, x, ranks)
         return
-    mean, first = torch.empty_like(x), here.rank * local
+    rank = here.identity.rank
+    mean, first = torch.empty_like(x), rank * local
     for group in sorted({tuple(its) for its in members[first : first + local]}):  # the same order everywhere
-        rows = [worker - first for worker in group if worker // local == here.rank]
+        rows = [worker - first for worker in group if worker // local == rank]
         own = torch.stack([x[i] for i in rows])
         share = (own / len(group)).sum(0)
         reduce(here, call, share, None, sorted({worker // local for worker in group}))
@@ -176,7 +178,7 @@ _post = operator(
 
 def _wait_kernel(number: Tensor, x: Tensor, peers: Tensor, size: Any, good: Any, workers: int, after: Any) -> Tensor:
     here = context.step_world or world()
-    call = here.steps.in_flight.pop(int(number))
+    call = here.session.in_flight.pop(int(number))
     land(here, call)
     inbox, call.inbox = call.inbox, None
     return inbox if workers else inbox[0]

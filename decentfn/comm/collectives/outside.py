@@ -18,11 +18,12 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from decentfn.comm.collectives.membership import everyone, world
-from decentfn.comm.collectives.processes import World
 from decentfn.comm.collectives.reports import has_timed_out, named_outside
+from decentfn.comm.collectives.session import Session
+from decentfn.comm.collectives.world import World
 from decentfn.core.context import context
 from decentfn.core.formatting import brief_error
-from decentfn.errors import CallMismatch, PeerLost, RunError
+from decentfn.errors import CallMismatch, RunError
 
 _HEADER = 1024
 """Bytes of a header."""
@@ -58,27 +59,28 @@ def met(
     differ, and nothing has been sent; and ExchangeTimeout or PeerLost if a process does not join, or is lost within the
     block.
     """
-    processes = here.processes if processes is None else processes
+    processes = here.identity.processes if processes is None else processes
     call, of_state = context.call or (what, False)
-    steps = here.gossip.steps
-    refuse_missed(call, here)
+    session = here.gossip.session
+    here.hooks.before_call(call)
     text = f"{call}: {what}" + ("" if isinstance(x, int) else f" of {list(x.shape)} {x.dtype}")
-    exchanges = steps.calls if of_state and steps.is_whole else -1
-    header = json.dumps([x if isinstance(x, int) else x.nbytes, exchanges, steps.at, text]).encode()
+    exchanges = session.calls if of_state and session.is_whole else -1
+    header = json.dumps([x if isinstance(x, int) else x.nbytes, exchanges, session.at, text]).encode()
     assert len(header) <= _HEADER
     mine = torch.frombuffer(bytearray(header.ljust(_HEADER)), dtype=torch.uint8)
-    with here.all_processes.turn:
-        steps.waits_since = time.monotonic()
+    channels = here.all_processes.channels
+    with channels.shared.turn:
+        session.waits.append(since := time.monotonic())
         try:
-            outside: Any = here.outside(processes)
+            outside: Any = channels.outside(processes)
             heard = [torch.empty_like(mine) for _ in processes]
             outside.allgather([heard], [mine]).wait()
             headers = [_Header(*json.loads(h.numpy().tobytes())) for h in heard]
             _require_same(here, processes, headers)
             on_gpu = isinstance(x, Tensor) and x.device.type != "cpu"
-            yield (group or here.group) if on_gpu else outside, [header.nbytes for header in headers]
-            if on_gpu and here.polls:
-                here.await_gpu(torch.cuda.current_stream().record_event().query)
+            yield (group or here.channels.group) if on_gpu else outside, [header.nbytes for header in headers]
+            if on_gpu:
+                here.hooks.wait_on_gpu(None)
         except RunError:
             raise
         except RuntimeError as error:
@@ -87,34 +89,18 @@ def met(
             _end(here, call, error)
             raise
         finally:
-            steps.waits_since = None
-
-
-def refuse_missed(call: str, here: World | None = None) -> None:
-    """Raise PeerLost, without a wait, if others do not make this call, because of a loss (`df.survive`)."""
-    here = everyone() if here is None else here
-    steps, why = here.gossip.steps, None
-    if steps.missed == steps.at and not steps.is_running:
-        why = "that step was repeated after a loss: others had ended it before, and made their calls after it then"
-    if steps.survives and steps.cut_short is not None:
-        why = f"{steps.cut_short[0]} has lost a process"
-    if why is not None:
-        raise PeerLost(
-            f"{call} after step t={steps.at}: {why}; the next step repairs the run.",
-            process=here.all_processes.rank,
-            step=steps.at,
-        )
+            session.waits.remove(since)
 
 
 def _require_same(here: World, processes: range, headers: list[_Header]) -> None:
-    texts = [header.text for header in headers]
+    texts, size = [header.text for header in headers], here.processes_per_worker
     usual = max(texts, key=texts.count)
     first, me = processes[texts.index(usual)], here.all_processes.rank
     for rank, header in zip(processes, headers, strict=True):
         others = [
             (other, its)
             for other, its in zip(processes, headers, strict=True)
-            if (other - rank) % here.processes_per_worker == 0 and -1 != its.exchanges != header.exchanges != -1
+            if (other - rank) % size == 0 and -1 != its.exchanges != header.exchanges != -1
         ]
         if header.text != usual:
             said = f"process {first} calls {usual}, process {rank} calls {header.text}"
@@ -131,22 +117,22 @@ def _require_same(here: World, processes: range, headers: list[_Header]) -> None
 
 
 def _failed(here: World, call: str, error: RuntimeError) -> RunError:
-    steps = here.gossip.steps
-    was_whole = steps.is_whole
+    session = here.gossip.session
+    was_whole = session.is_whole
     _end(here, call, error)
     named = named_outside(here, call, error, listens=True)
-    if was_whole and not steps.is_running:
+    if was_whole and not session.is_running:
         named.next_step = None if named.step is None else named.step + 1
-    steps.cut_short = call, named
+    session.cut(call, named)
     return named
 
 
 def _end(here: World, call: str, error: BaseException) -> None:
     """End the exchanges of this process and notify the others, which stop waiting for it."""
-    steps = here.gossip.steps
-    steps.tell(None, timed_out=has_timed_out(error), outside=call)
+    session = here.gossip.session
+    session.tell(None, timed_out=has_timed_out(error), outside=call)
     here.gossip.hang_up()
-    steps.cut_short = call, error
+    session.cut(call, error)
 
 
 # -- collectives built on it -----------------------------------------------------------------------------------------
@@ -158,7 +144,7 @@ def compare_steps() -> None:
     if here.size > 1:
         with calling("a new board"):
             name = gather_objects(uuid4().hex, here)[0]
-        here.steps.begin(PrefixStore(f"decentfn {name}", here.store))
+        here.become(session=Session(here.rank, PrefixStore(f"decentfn {name}", here.store)))
 
 
 def process_mean(x: Tensor, among: World | None = None) -> Tensor:

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from decentfn.comm.collectives.processes import World
-from decentfn.comm.collectives.steps import Call, Lost, Note
+from decentfn.comm.collectives.session import Call, Lost, Note
+from decentfn.comm.collectives.world import World
 from decentfn.errors import ExchangeTimeout, PeerLost, RunError, StepMismatch
 
 FOLDER = "DECENTFN_FAILURES"
@@ -57,7 +57,7 @@ def report(here: World, lost: Lost, next_step: int | None = None) -> RunError:
     if next_step is not None:
         has = "has written over it" if next_step > lost.call.step else "has left as it was"
         said += f" The state that was passed is whole, that of t={next_step}, which the step {has}."
-    if not here.steps.survives:
+    if here.hooks.loss_is_final:
         said += " No further step is taken: start the run again, on all processes."
     path = _written(here, error)
     error.args = (said if path is None else f"{said} The last exchanges: {path}",)
@@ -72,21 +72,21 @@ def named_outside(here: World, call: str, error: RuntimeError, *, listens: bool)
     silent = set(range(gossip.size)) - {gossip.rank} - notes.keys()
     gave_up = [rank for rank, note in sorted(notes.items()) if note.timed_out]
     blamed = silent or set(gave_up) or set(notes)
-    # If a worker is several processes, notes are exchanged among those with the same shard.
+    # If a worker is several processes, notes are exchanged among those with the same index.
     peer = blamed.pop() if len(blamed) == 1 and here.processes_per_worker == 1 else None
     who = "a process" if peer is None else f"process {peer}"
     if has_timed_out(error):
         why = f"{who} is later than the timeout of df.init ({here.timeout})"
     elif gave_up:
-        why = f"process {gossip.processes[gave_up[0]]} gave up waiting"
+        why = f"process {gossip.identity.processes[gave_up[0]]} gave up waiting"
     else:
         why = f"{who} has died, or has left"
     where = ", ".join(
-        f"process {gossip.processes[note.rank]} waited in {note.outside or f'its step t={note.steps[-1][1]}'}"
+        f"process {gossip.identity.processes[note.rank]} waited in {note.outside or f'its step t={note.steps[-1][1]}'}"
         for note in sorted(notes.values())
         if note.outside or note.steps
     )
-    step = gossip.steps.at if gossip.steps.calls else None
+    step = gossip.session.at if gossip.session.calls else None
     after = "" if step is None else f" after step t={step}"
     return (ExchangeTimeout if has_timed_out(error) or gave_up else PeerLost)(
         f"{call} failed on process {here.all_processes.rank}{after}; {why}{f' ({where})' if where else ''}: {error}",
@@ -98,8 +98,12 @@ def named_outside(here: World, call: str, error: RuntimeError, *, listens: bool)
 
 def _heard(here: World, is_enough: Callable[[dict[int, Note]], object]) -> dict[int, Note]:
     """Return the others' notes; wait for them briefly, until they are enough."""
-    end = time.monotonic() + _PATIENCE_S * (not here.steps.survives)
-    while not is_enough(notes := here.steps.told()) and here.steps.board is not None and time.monotonic() < end:
+    end = time.monotonic() + _PATIENCE_S * here.hooks.loss_is_final
+    while (
+        not is_enough(notes := here.session.board.told())
+        and here.session.board.store is not None
+        and time.monotonic() < end
+    ):
         time.sleep(0.02)
     return notes
 
@@ -111,10 +115,10 @@ def _dead(lost: Lost, notes: dict[int, Note]) -> set[int | None]:
 
 
 def _named(here: World, lost: Lost) -> RunError:
-    call, others = lost.call, set(range(here.size)) - {here.rank}
+    call, session, others = lost.call, here.session, set(range(here.size)) - {here.rank}
 
     def at_other_steps(notes: dict[int, Note]) -> list[tuple[int, int, int]]:
-        return [found for note in notes.values() if (found := here.steps.different(note)) is not None]
+        return [found for note in notes.values() if (found := session.different(note)) is not None]
 
     notes = _heard(here, lambda notes: at_other_steps(notes) or others <= notes.keys() | _dead(lost, notes))
     if different := at_other_steps(notes):
@@ -179,7 +183,7 @@ def _written(here: World, error: RunError) -> Path | None:
         "error": {"type": type(error).__name__, "message": str(error), **kept},
         "host": platform.node(),
         "time": time.time(),
-        "exchanges": [call.as_dict() for call in here.steps.record],
+        "exchanges": [call.as_dict() for call in here.session.record],
     }
     try:
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

@@ -11,9 +11,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from decentfn.comm.collectives.connections import close
+from decentfn.comm.collectives.channels import close
 from decentfn.comm.collectives.membership import everyone
 from decentfn.comm.collectives.outside import met
+from decentfn.comm.collectives.world import World
 from decentfn.core.buckets import Place, Places
 from decentfn.core.formatting import brief
 
@@ -164,7 +165,7 @@ def unsharded(shards: Iterable[tuple[nn.Parameter, Tensor]]) -> list[Tensor | No
         for p, shard in shards:
             one = shard
             if isinstance(p, DTensor):
-                with met(here, "gathering a parameter", 0, here.own_processes):
+                with met(here, "gathering a parameter", 0, _own_processes(here)):
                     one = DTensor.from_local(
                         shard, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
                     ).full_tensor()
@@ -179,7 +180,7 @@ def sharded(tensors: Iterable[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
     worker.
     """
     here, parts = everyone(), []
-    assert here.intra_worker is not None
+    assert here.channels.intra_worker is not None
     for p, unsharded in tensors:
         own = local(p.detach())
         one = torch.empty(p.shape, dtype=own.dtype, device=own.device)
@@ -187,11 +188,17 @@ def sharded(tensors: Iterable[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
             assert unsharded is not None
             one.copy_(unsharded)
         if one.numel():
-            with met(here, "sharing a parameter", one, here.own_processes, here.intra_worker) as (group, _):
+            with met(here, "sharing a parameter", one, _own_processes(here), here.channels.intra_worker) as (group, _):
                 group.broadcast(one.view(-1).view(torch.uint8), 0).wait()
         offset = _offset(p) or (0,) * p.dim()
         parts.append(one[tuple(slice(a, a + n) for a, n in zip(offset, own.shape, strict=True))].clone())
     return parts
+
+
+def _own_processes(here: World) -> range:
+    """Return the processes of this worker, by their rank among all."""
+    size = here.processes_per_worker
+    return range(here.worker * size, (here.worker + 1) * size)
 
 
 def _offset(p: Tensor) -> tuple[int, ...] | None:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentfn.comm.collectives.membership import world
+from decentfn.comm.collectives.membership import everyone, world
 from decentfn.comm.collectives.outside import met
-from decentfn.comm.collectives.processes import World
 from decentfn.comm.collectives.reports import named_outside
+from decentfn.comm.collectives.world import World
 from decentfn.core.buckets import rows_of
 from decentfn.core.scalars import operator
 from decentfn.errors import RunError, StepMismatch
@@ -25,7 +25,7 @@ _ops = torch.ops.decentfn
 def _sum_within_worker(x: Tensor, processes: int, after: Tensor | None) -> Tensor:
     here = world()
     total = x.clone(memory_format=torch.contiguous_format)
-    if here.intra_worker is not None:
+    if here.channels.intra_worker is not None:
         with _begun(here, "a sum over a worker's processes", total, processes) as group:
             group.allreduce([total]).wait()
     return total
@@ -68,10 +68,26 @@ def _scatter_within_worker(
     return mean if numel == longest else mean[..., :numel].clone(memory_format=torch.contiguous_format)
 
 
+def _tp_group(here: World, size: int) -> Any:
+    """Return this process's tensor-parallel group of `size` consecutive processes, made by `make_tp_groups`."""
+    whole = here.all_processes
+    if size == whole.processes_per_worker:
+        return whole.channels.intra_worker
+    first = whole.rank - whole.rank % size
+    return whole.channels.subgroup(tuple(range(first, first + size)))
+
+
+def make_tp_groups(size: int) -> None:
+    """Make the missing tensor-parallel groups of `size` processes; collective over all processes."""
+    whole = everyone()
+    if size < whole.processes_per_worker:
+        whole.channels.make_subgroups([tuple(range(i, i + size)) for i in range(0, whole.size, size)])
+
+
 def _several() -> World:
     """Return the world, or raise if the state was made for workers of several processes and a worker is now one."""
     here = world()
-    if here.intra_worker is None:
+    if here.channels.intra_worker is None:
         raise ValueError(
             "a state of workers of several processes, but a worker is one process now; call df.init(processes_per_worker=...) "
             "as when the state was made."
@@ -82,21 +98,21 @@ def _several() -> World:
 @contextmanager
 def _begun(here: World, what: str, x: Tensor, processes: int | None = None) -> Iterator[Any]:
     """Yield the group of this worker's processes, or of `processes` consecutive ones, once all are at the same call."""
-    every, steps, size = here.all_processes, here.steps, processes or here.processes_per_worker
+    every, session, size = here.all_processes, here.session, processes or here.processes_per_worker
     first = every.rank - every.rank % size
-    group, ranks = here.tp_group(size), range(first, first + size)
-    if not steps.is_running:
+    group, ranks = _tp_group(here, size), range(first, first + size)
+    if not session.is_running:
         with met(here, what, x, ranks, group) as (outside, _):
             yield outside
         return
     try:
-        if (other := steps.other_in_group(group, ranks, [steps.at, x.nbytes], x)) is not None:
+        if (other := session.board.other_in_group(group, ranks, [session.at, x.nbytes], x, True)) is not None:
             rank, t, nbytes = other
             raise StepMismatch(
-                f"{what}: process {every.rank} is at t={steps.at} with {x.nbytes:,} bytes, process {rank} at t={t} with "
+                f"{what}: process {every.rank} is at t={session.at} with {x.nbytes:,} bytes, process {rank} at t={t} with "
                 f"{nbytes:,}; every process must call the step with the same t, equally often",
                 process=every.rank,
-                step=steps.at,
+                step=session.at,
                 peer=rank,
             )
         yield group

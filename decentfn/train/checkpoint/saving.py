@@ -17,6 +17,7 @@ from filelock import FileLock, Timeout
 import decentfn
 from decentfn.comm import collectives
 from decentfn.core.numbers import at_least, require
+from decentfn.elastic.generation import awaited_run
 from decentfn.errors import RunError
 from decentfn.topologies import Topology
 from decentfn.train.checkpoint import files, manifest
@@ -96,14 +97,14 @@ class Saver:
     def _connect(self) -> None:
         """Connect the thread with the other processes' and lock the directory. Collective, but not before a process has joined."""
         here = collectives.everyone()
-        self._generation, self._world = here.generation, here.apart()
-        if here.awaits is None:
+        self._changes, self._world = here.hooks.changes, here.apart()
+        if awaited_run(here) is None:
             with collectives.use(self._world):  # connects it, so that `hang_up` ends what waits
                 self._found = on_first("Saver", self._claim)
 
     def _follow(self) -> None:
         """Reconnect after a loss or a join (`df.survive`); a checkpoint of earlier workers is done by then, or will not be."""
-        if self._generation != collectives.everyone().generation:
+        if self._changes != collectives.everyone().hooks.changes:
             together("Saver.save", self._settle)
             self._let_go()
             self._connect()

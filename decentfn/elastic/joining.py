@@ -14,6 +14,7 @@ import os
 import platform
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -24,13 +25,14 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 import decentfn
-from decentfn.comm.collectives import World
+from decentfn.comm.collectives import Channels, World
 from decentfn.core import trees
 from decentfn.core.formatting import brief_error
+from decentfn.elastic.generation import Generation, Members, generation_of
+from decentfn.elastic.liveness import Liveness
+from decentfn.elastic.roll_call import POLL_S
 from decentfn.errors import ExchangeTimeout, PlanMismatch
 from decentfn.kit.state_check import lines_of
-from decentfn.train.doorbell import Doorbell
-from decentfn.train.roll_call import POLL_S
 
 _RUN = "decentfn run"
 
@@ -60,7 +62,7 @@ def open_run(here: World, state: Any) -> Store:
     if here.rank == 0:
         run.set("form", _form(state))
         run.set("agreed", json.dumps(sorted(here.agreed)))
-        bottom.set(_RUN, json.dumps([name, here.num_seats, versions(), here.device.type]))
+        bottom.set(_RUN, json.dumps([name, here.size, versions(), here.device.type]))
     return run
 
 
@@ -74,7 +76,7 @@ def versions() -> dict[str, str]:
 def wait_for_run(here: World, store: Store, timeout: timedelta) -> World:
     """Make a process alone one that waits to join the run in this store."""
     try:
-        name, here.num_seats, theirs, device = json.loads(store.get(_RUN))
+        name, size, theirs, device = json.loads(store.get(_RUN))
     except RuntimeError as error:
         raise ExchangeTimeout(
             f"init(join=True, timeout={timeout}): no run with df.survive has begun a step at this address: {brief_error(error)}"
@@ -88,7 +90,9 @@ def wait_for_run(here: World, store: Store, timeout: timedelta) -> World:
         raise ValueError(
             "init(join=True): the run is on GPUs, which only runs on the CPU support; start them all again."
         )
-    here.awaits, here.timeout, here.longest_wait = PrefixStore(f"{_RUN} {name}", store), timeout, timeout
+    identity = replace(here.identity, num_workers=size, size_at_start=size)
+    alone = Generation(here, Members(0, (), (0,)), 0, PrefixStore(f"{_RUN} {name}", store))
+    here.become(identity=identity, channels=Channels(identity, None, timeout), hooks=alone)
     return here
 
 
@@ -128,16 +132,16 @@ def require_same(here: World, run: Store, state: Any) -> None:
 
 def new_seat(here: World, run: Store) -> int:
     """Return a seat that no process has had."""
-    return here.num_seats + run.add("newcomers", 1) - 1
+    return here.identity.size_at_start + run.add("newcomers", 1) - 1
 
 
-def await_admission(run: Store, seat: int, doorbell: Doorbell) -> Admission:
+def await_admission(run: Store, seat: int, liveness: Liveness) -> Admission:
     """Leave a note that this seat waits, and wait until the others admit it."""
     run.set(f"waiting {seat}", "")
     while not run.check([f"admitted {seat}"]):
         if run.check([f"refused {seat}"]):
             raise ValueError(f"join(step, state, batch): {run.get(f'refused {seat}').decode()}")
-        doorbell.clear()
+        liveness.clear()
         time.sleep(POLL_S)
     generation, seats, places, *others = json.loads(run.get(f"admitted {seat}"))
     return Admission(generation, tuple(seats), tuple(places), *others)
@@ -146,17 +150,18 @@ def await_admission(run: Store, seat: int, doorbell: Doorbell) -> Admission:
 # -- the others -------------------------------------------------------------------------------------------------------
 
 
-def waiting(here: World, run: Store, doorbell: Doorbell) -> list[int]:
+def waiting(here: World, run: Store, liveness: Liveness) -> list[int]:
     """Return the seats that wait; refuse those that do not answer, or for whom the step has no schedule."""
-    numbers = range(here.num_seats, here.num_seats + run.add("newcomers", 0))
-    seats = [seat for seat in numbers if seat not in here.seats and run.check([f"waiting {seat}"])]
-    doorbell.learn(seats)
+    generation, first = generation_of(here), here.identity.size_at_start
+    numbers = range(first, first + run.add("newcomers", 0))
+    seats = [seat for seat in numbers if seat not in generation.members.seats and run.check([f"waiting {seat}"])]
+    liveness.learn(seats)
     found: list[int] = []
     for seat in seats:
         size = here.size + len(found) + 1
-        if not doorbell.reaches(seat):
+        if not liveness.reaches(seat):
             _refuse(run, seat, "the run's workers do not reach this process.")
-        elif not here.has_schedules(size):
+        elif not generation.has_schedules(size):
             _refuse(run, seat, f"the run's steps were compiled for schedules that cannot have {size} workers.")
         else:
             found.append(seat)
@@ -177,23 +182,24 @@ def admit(run: Store, told: Admission, newcomers: Sequence[int]) -> None:
 
 def hand_over(here: World, state: Any, donor: int, newcomers: Sequence[int]) -> Any:
     """Send the donor's state to the newcomers, bit for bit; return it there, and elsewhere the state itself."""
-    group: Any = here.group
-    if here.seat == donor:
+    group, timeout = here.channels.group, here.channels.longest_wait
+    own, seats = generation_of(here).seat, generation_of(here).members.seats
+    if own == donor:
         leaves = [
             leaf.detach().contiguous() for leaf in trees.leaves(state) if isinstance(leaf, Tensor) and leaf.numel()
         ]
         sent = [leaf.reshape(-1).view(torch.uint8) for leaf in leaves]
-        for work in [group.send([x], here.seats.index(seat), 0) for x in sent for seat in newcomers]:
-            work.wait(here.longest_wait)
-    if here.seat not in newcomers:
+        for work in [group.send([x], seats.index(seat), 0) for x in sent for seat in newcomers]:
+            work.wait(timeout)
+    if own not in newcomers:
         return state
-    rank = here.seats.index(donor)
+    rank = seats.index(donor)
 
     def received(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.numel():
             return leaf
         new = torch.empty(leaf.numel() * leaf.itemsize, dtype=torch.uint8)
-        group.recv([new], rank, 0).wait(here.longest_wait)
+        group.recv([new], rank, 0).wait(timeout)
         return new.view(leaf.dtype).view(leaf.shape)
 
     return trees.map(received, state)

@@ -1,4 +1,4 @@
-"""Record of this rank's operator calls and their steps: compared between ranks, and shared in a failure."""
+"""Session: the steps of this process with the same others, and what they compare on a board in the store."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _log = logging.getLogger("decentfn")
 TAGS = 2**20
 """Modulus of tags: a message's tag is its step modulo this, so that steps do not mix (NCCL has no tags)."""
 
-_GENERATIONS = 2**9
-"""Modulus of the generation in a tag, which has 31 bits."""
+_SESSIONS = 2**9
+"""Modulus of a session's number in a tag, which has 31 bits."""
 
 _EVERY = 256
 """Interval of compared calls, besides calls 1, 2, 4, 8, ..."""
@@ -57,6 +57,8 @@ class Call:
     """Index within the step, from 1: every step makes the same calls in the same order, bucket by bucket."""
     local: int
     """Workers in this process."""
+    tag: int = 0
+    """Tag of its messages."""
     hears: Any = ()
     """Sender in each slot, -1 for none, one row per local worker. In a mean: the ranks of the group."""
     tells: Any = ()
@@ -101,15 +103,16 @@ class Note(NamedTuple):
     """Call outside steps in which it waited."""
 
 
-class Steps:
-    """Steps at which this rank called the operators. The number of calls agrees between ranks even if `t` does not.
+class Session:
+    """Steps of this process with the same others. The number of calls agrees between ranks even if `t` does not.
 
     The ranks compare on a board: the first rank at a compared call writes its step there, the others read it. No rank
     waits for another.
     """
 
-    def __init__(self, rank: int) -> None:
-        self.rank, self.calls = rank, 0
+    def __init__(self, rank: int, store: Any = None, number: int = 0) -> None:
+        self.board = Board(rank, store)
+        self.calls = 0
         self.in_flight: dict[int, Call] = {}
         """Calls without a wait so far, by number."""
         self.record: deque[Call] = deque(maxlen=_RECORDED)
@@ -119,57 +122,95 @@ class Steps:
         """Running step, or the last one."""
         self.before = 0
         """Number of calls before that step."""
-        self.tag = 0
-        """Tag of this step's messages."""
         self.lost: Lost | None = None
         self.cut_short: tuple[str, BaseException] | None = None
         """Interrupted step (raised after a post) or call outside steps (lost a rank), with its error."""
-        self.waits_since: float | None = None
-        """Start of a thread's wait for another rank, by `time.monotonic`; None: none waits."""
-        self.generation = 0
-        """The world's."""
-        self.missed: int | None = None
-        """Step that some ranks had ended before a loss and the others had not; calls that the former made outside steps
-        after it failed, and are not repeated."""
-        self.survives = False
-        """True if the run survives a loss (`df.survive`): a report does not wait for notes."""
-        self.arriving: list[Any] = []
-        """Works of this step's messages that the GPU waits for, if the world polls."""
-        self.board: Any = None
-        """Store of torch.distributed on which the ranks compare."""
+        self.waits: list[float] = []
+        """Starts of the threads' waits for other ranks, by `time.monotonic`."""
         self._last: deque[tuple[int, int]] = deque(maxlen=32)  # as `Note.steps`
-        self._met = set[int]()  # the groups whose ranks are known to be in this step
-        self._means = dict[str, str]()  # of each group, what its last compared call left on the board
-
-    def begin(self, board: Any) -> None:
-        """Restart the count, on all ranks together, with an empty board."""
-        self.calls = self.before = 0
-        self.board, self.lost, self.cut_short, self.missed = board, None, None, None
-        self.in_flight.clear()
-        self._means.clear()
-        self._last.clear()
-        self.arriving.clear()
+        self._first_tag = number % _SESSIONS * 2 * TAGS
 
     def enter(self, t: int) -> None:
         """Begin a step; raise RuntimeError if an earlier one was cut short."""
         if self.cut_short is not None:
             where, error = self.cut_short
             raise RuntimeError(
-                f"step(state, batch, t): rank {self.rank} cannot go on, because its {where} raised "
+                f"step(state, batch, t): rank {self.board.rank} cannot go on, because its {where} raised "
                 f"{type(error).__name__}: {error}; the other ranks have its messages and are ahead. Start the run again, on all ranks."
             ) from error
         self.is_running, self.at, self.before = True, t, self.calls
         self._last.append((self.calls, t))
-        self._met.clear()
+        self.board.met.clear()
+
+    def leave(self) -> None:
+        """End a step."""
+        self.is_running = False
+
+    def cut(self, where: str, error: BaseException) -> None:
+        """Refuse further steps, since this one, or this call outside steps, has raised."""
+        self.cut_short = where, error
+
+    def lose(self, lost: Lost, *, timed_out: bool) -> None:
+        """Record the first lost message, and notify the others."""
+        self.lost = lost
+        self.tell(lost.peer, timed_out=timed_out)
+
+    def tell(self, peer: int | None, *, timed_out: bool, outside: str | None = None) -> None:
+        """Notify the others that a call of this rank has failed, in which it waited for this peer."""
+        self.board.tell(Note(self.board.rank, self.calls, list(self._last), peer, timed_out, outside))
+
+    def different(self, note: Note) -> tuple[int, int, int] | None:
+        """Return this rank's step in the last common call, the other rank, and its step; None if the steps agree."""
+        common = min(self.calls, note.calls)
+        mine, theirs = (
+            next((t for before, t in reversed(steps) if before < common), None) for steps in (self._last, note.steps)
+        )
+        return None if mine is None or theirs is None or mine == theirs else (mine, note.rank, theirs)
 
     @property
     def is_whole(self) -> bool:
         """Return True if all steps have ended with all of their messages."""
         return self.lost is None and self.cut_short is None
 
-    def other_in_group(self, group: Any, ranks: Sequence[int], numbers: list[int], x: Tensor) -> list[int] | None:
+    def call(self, what: str, t: Tensor, local: int = 1) -> tuple[Call, tuple[int, int] | None]:
+        """Record an operator's call; return it and, if another rank was at another step, that rank and step."""
+        self.calls = calls = self.calls + 1
+        step = self.at if self.is_running else int(t)
+        call = Call(what, calls, step, calls - self.before, local, tag=step % TAGS + self._first_tag)
+        self.record.append(call)
+        is_compared = calls % _EVERY == 0 or calls & (calls - 1) == 0
+        return call, self.board.other(calls, step) if is_compared else None
+
+
+class Board:
+    """Part of the store where the ranks of a session compare their steps, and leave notes about failures."""
+
+    def __init__(self, rank: int, store: Any = None) -> None:
+        self.rank = rank
+        self.store = store
+        """Store of torch.distributed; None: there is none, or it no longer answers."""
+        self.met = set[int]()
+        """Groups whose ranks are known to be in this step; the session forgets them when the next one begins."""
+        self._means = dict[str, str]()  # of each group, what its last compared call left on the board
+
+    def other(self, calls: int, step: int) -> tuple[int, int] | None:
+        """Return a rank that made this call at another step, and that step."""
+        if self.store is None:
+            return None
+        try:
+            first = self.store.compare_set(f"call {calls}", "", f"{self.rank} {step}")
+            if calls > _KEPT:
+                self.store.delete_key(f"call {calls - _KEPT}")
+        except RuntimeError as error:
+            return self._lose(error)
+        rank, other = map(int, first.split())
+        return None if other == step else (rank, other)
+
+    def other_in_group(
+        self, group: Any, ranks: Sequence[int], numbers: list[int], x: Tensor, in_step: bool
+    ) -> list[int] | None:
         """Wait for all ranks of a group; return one whose numbers differ, and its numbers (`_is_compared`)."""
-        if not self._is_compared(group, x):
+        if not self._is_compared(group, x, in_step):
             return None
         mine = torch.tensor(numbers)
         heard = mine.new_empty(len(ranks), len(numbers))
@@ -179,92 +220,67 @@ class Steps:
                 return [rank, *theirs]
         return None
 
-    def other_on_board(self, group: Any, ranks: Sequence[int], numbers: list[int], x: Tensor) -> list[int] | None:
+    def other_on_board(
+        self, group: Any, ranks: Sequence[int], numbers: list[int], x: Tensor, in_step: bool
+    ) -> list[int] | None:
         """Return a rank of a group whose numbers differ, and its numbers; no rank waits for another (`_is_compared`).
 
         The first rank writes its numbers in place of the last ones, and the others find them there.
         """
-        if self.board is None or not self._is_compared(group, x):
+        if self.store is None or not self._is_compared(group, x, in_step):
             return None
         name = f"mean over {list(ranks)}"
         last = self._means.get(name, "")
         own = " ".join(map(str, [int((last or "0").split()[0]) + 1, self.rank, *numbers]))
         try:
-            self._means[name] = self.board.compare_set(name, last, own).decode()
+            self._means[name] = self.store.compare_set(name, last, own).decode()
         except RuntimeError as error:
-            return self._lose_board(error)
+            return self._lose(error)
         _, rank, *theirs = map(int, self._means[name].split())
         return None if theirs == numbers else [rank, *theirs]
 
-    def _is_compared(self, group: Any, x: Tensor) -> bool:
+    def _is_compared(self, group: Any, x: Tensor, in_step: bool) -> bool:
         """Return True in a group's first call of a step, and in each call outside steps; not in a group for GPUs only.
 
         A sum has no tag, and a larger sum on another rank aborts the process.
         """
-        is_new = not self.is_running or id(group) not in self._met
-        self._met.add(id(group))
+        is_new = not in_step or id(group) not in self.met
+        self.met.add(id(group))
         return is_new and (x.device.type == "cpu" or _has_gloo(group))
 
-    def _lose_board(self, error: RuntimeError) -> None:
+    def _lose(self, error: RuntimeError) -> None:
         """Go on without a board: the store's process has finished or died; messages will fail."""
         _log.info("t is no longer compared between ranks: the store does not answer (%s)", error)
-        self.board = None
+        self.store = None
 
-    def call(self, what: str, t: Tensor, local: int = 1) -> tuple[Call, tuple[int, int] | None]:
-        """Record an operator's call; return it and, if another rank was at another step, that rank and step."""
-        self.calls = calls = self.calls + 1
-        step = self.at if self.is_running else int(t)
-        self.tag = step % TAGS + self.generation % _GENERATIONS * 2 * TAGS
-        call = Call(what, calls, step, calls - self.before, local)
-        self.record.append(call)
-        if self.board is None or (calls % _EVERY and calls & (calls - 1)):
-            return call, None
+    def tell(self, note: Note) -> None:
+        """Leave a note about a failed call."""
         try:
-            first = self.board.compare_set(f"call {calls}", "", f"{self.rank} {step}")
-            if calls > _KEPT:
-                self.board.delete_key(f"call {calls - _KEPT}")
-        except RuntimeError as error:
-            return call, self._lose_board(error)
-        rank, other = map(int, first.split())
-        return call, None if other == step else (rank, other)
-
-    def tell(self, peer: int | None, *, timed_out: bool, outside: str | None = None) -> None:
-        """Notify the others that a call of this rank has failed."""
-        note = Note(self.rank, self.calls, list(self._last), peer, timed_out, outside)
-        try:
-            if self.board is not None:
-                self.board.append("failed", json.dumps(note) + "\n")
+            if self.store is not None:
+                self.store.append("failed", json.dumps(note) + "\n")
         except RuntimeError:
-            self.board = None  # the store is gone as well
+            self.store = None  # the store is gone as well
 
     def has_failed(self) -> bool:
         """Return True if a call of any rank has failed."""
         try:
-            return self.board is not None and self.board.check(["failed"])
+            return self.store is not None and self.store.check(["failed"])
         except RuntimeError:
-            self.board = None
+            self.store = None
             return False
 
     def told(self) -> dict[int, Note]:
         """Return the others' notes, by rank."""
         notes = {}
         try:
-            if self.board is not None:
-                for line in self.board.get("failed").decode().splitlines():
+            if self.store is not None:
+                for line in self.store.get("failed").decode().splitlines():
                     note = Note(*json.loads(line))
                     if note.rank != self.rank:
                         notes.setdefault(note.rank, note)
         except RuntimeError:
-            self.board = None
+            self.store = None
         return notes
-
-    def different(self, note: Note) -> tuple[int, int, int] | None:
-        """Return this rank's step in the last common call, the other rank, and its step; None if the steps agree."""
-        common = min(self.calls, note.calls)
-        mine, theirs = (
-            next((t for before, t in reversed(steps) if before < common), None) for steps in (self._last, note.steps)
-        )
-        return None if mine is None or theirs is None or mine == theirs else (mine, note.rank, theirs)
 
 
 def _has_gloo(group: Any) -> bool:

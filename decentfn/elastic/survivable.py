@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 
-from decentfn.comm import collectives
 from decentfn.comm.collectives import World
+from decentfn.elastic.gpus import require_recoverable
 from decentfn.kit.step import Step
 from decentfn.topologies.resized import in_place
 
@@ -31,17 +31,17 @@ def require_kind(here: World) -> None:
             f"survive(step): workers of {here.processes_per_worker} processes, of which one cannot go on without the others' shards; "
             "restart from a checkpoint (docs/restarts.md)."
         )
-    if here.num_seats > 1 and here.device.type != "cpu":
-        collectives.require_recoverable("survive(step)")
+    if here.identity.size_at_start > 1 and here.device.type != "cpu":
+        require_recoverable("survive(step)")
 
 
 def require_schedule(here: World, step: Step) -> None:
     """Raise ValueError if the algorithm accepts no schedule without one of the processes."""
-    if step.topology is None or here.num_seats == 1 or here.generation:
+    if step.topology is None or here.identity.size_at_start == 1 or here.hooks.changes:
         return
     n = step.topology.num_workers
     try:
-        in_place(step.topology, range(n - max(1, n // here.num_seats), n))
+        in_place(step.topology, range(n - max(1, n // here.identity.size_at_start), n))
     except ValueError as error:
         raise ValueError(
             f"survive(step): the algorithm accepts no schedule in place of {step.topology!r} after a loss; restart from a checkpoint "
@@ -52,7 +52,7 @@ def require_schedule(here: World, step: Step) -> None:
 def require_survivable(here: World) -> None:
     """Raise ValueError if another step of this run survives."""
     require_kind(here)
-    if here.steps.survives or here.generation:
+    if not here.hooks.loss_is_final:
         raise ValueError(
             "survive(step): another step of this run survives already, and the workers would go back to the last call of either; "
             "call df.survive once."

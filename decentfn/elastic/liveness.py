@@ -1,4 +1,4 @@
-"""Doorbell of a process: an open port that tells others whether the process still exists, without a thread.
+"""Liveness of a process: an open port that tells others whether the process still exists, without a thread.
 
 The system accepts connections for a process that computes or is stopped, and refuses them once it has ended.
 """
@@ -18,7 +18,7 @@ _PATIENCE_S = 0.3
 _LINE = 512
 
 
-class Doorbell:
+class Liveness:
     """This process's port, and the others' addresses, which are exchanged in the store."""
 
     def __init__(self, store: Store, seat: int) -> None:
@@ -31,7 +31,7 @@ class Doorbell:
         # A DataLoader's forked workers may outlive the process, and would answer for it.
         own = weakref.ref(self._port)
         os.register_at_fork(after_in_child=lambda: None if (port := own()) is None else port.close())
-        store.set(f"doorbell {seat}", f"{_own_address()} {self._port.getsockname()[1]}")
+        store.set(f"liveness {seat}", f"{_own_address()} {self._port.getsockname()[1]}")
         self._store = store
         self._addresses: dict[int, tuple[str, int]] = {}
         self._known = set[int]()
@@ -46,7 +46,7 @@ class Doorbell:
             self._known.update(seats)
         if not (new := [seat for seat in seats if seat not in self._addresses]):
             return
-        for seat, told in zip(new, self._store.multi_get([f"doorbell {seat}" for seat in new]), strict=True):
+        for seat, told in zip(new, self._store.multi_get([f"liveness {seat}" for seat in new]), strict=True):
             host, port = told.decode().split()
             self._addresses[seat] = host, int(port)
             if self._ring(seat) == "answers":

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from functools import partial
@@ -23,18 +21,17 @@ from decentfn.core.buckets import Buckets, each
 from decentfn.core.formatting import brief, brief_error
 from decentfn.core.scalars import as_step
 from decentfn.core.trees import PyTree
+from decentfn.elastic import gpus, joining
+from decentfn.elastic.generation import Generation, Members, awaited_run, begin, generation_of, go_on
+from decentfn.elastic.joining import Admission
+from decentfn.elastic.liveness import Liveness
+from decentfn.elastic.roll_call import Decision, Note, hold, places_of
+from decentfn.elastic.survivable import require_kind, require_schedule, require_survivable, warn_of_agent
 from decentfn.errors import ExchangeTimeout, LeftBehind, PeerLost, RunError, StepMismatch
 from decentfn.kit.state import State, kept
 from decentfn.kit.step import Step
-from decentfn.train import joining
-from decentfn.train.doorbell import Doorbell
-from decentfn.train.joining import Admission
-from decentfn.train.roll_call import Decision, Note, hold, places_of
-from decentfn.train.survivable import require_kind, require_schedule, require_survivable, warn_of_agent
 
 _log = logging.getLogger("decentfn")
-_CALLED = timedelta(seconds=1)
-"""How long a worker waits for the others before it looks whether they call the roll."""
 _LOOK_S = 0.2
 """Interval at which a worker answers its door and the first one looks for newcomers, which takes 0.1 ms."""
 
@@ -116,7 +113,7 @@ def join(step: Step, state: Any, batch: PyTree) -> tuple[Any, int]:
     if not isinstance(step, _Surviving):
         raise ValueError(f"join({brief(step)}, state, batch): expected a surviving step; df.survive(step).")
     here = collectives.world()
-    if here.awaits is None:
+    if awaited_run(here) is None:
         return state, 0
     step(state, batch, 0)
     return step.survivor.enter(here, state)
@@ -143,7 +140,7 @@ class _Surviving(Step):
     def __call__(self, state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Any]:
         """Take step `t`, and before it the last one again if others have not ended it."""
         here = collectives.world()
-        if torch.compiler.is_dynamo_compiling() or here.num_seats == 1 or here.awaits is not None:
+        if torch.compiler.is_dynamo_compiling() or here.identity.size_at_start == 1 or awaited_run(here):
             return super().__call__(state, batch, t)
         _require_pure(self)
         return self.survivor.take(super().__call__, _Inputs(int(as_step(t)), state, batch))
@@ -155,20 +152,20 @@ class _Survivor:
     def __init__(self, patience: timedelta) -> None:
         self._patience = patience
         self._last: _Inputs | None = None
-        self._has_begun = self._somebody_waits = False
+        self._has_begun = False
         self._looked = 0.0
         self._store: Store
-        self._doorbell: Doorbell
+        self._liveness: Liveness
 
     def take(self, step: Callable[..., tuple[Any, Any]], now: _Inputs) -> tuple[Any, Any]:
         here = collectives.world()
         if not self._has_begun:
             self._begin(here, now.state)
         sees_newcomers = self._looks(here)
-        todo = [now] if not self._somebody_waits else self._go_on(here, [now], None)
+        todo = [now] if not generation_of(here).somebody_waits else self._go_on(here, [now], None)
         while True:
             try:
-                result, self._somebody_waits = self._whole(here, step, todo[0], sees_newcomers)
+                result = _whole(here, step, todo[0], sees_newcomers)
             except (PeerLost, ExchangeTimeout) as error:
                 todo = self._go_on(here, todo, error)
                 continue
@@ -177,61 +174,28 @@ class _Survivor:
                 return result
             todo[0] = todo[0]._replace(state=result[0])
 
-    def _whole(
-        self, here: World, step: Callable[..., tuple[Any, Any]], now: _Inputs, sees_newcomers: bool
-    ) -> tuple[tuple[Any, Any], bool]:
-        """Take a step, which ends when all workers have begun it; return its result, and whether a worker sees newcomers."""
-        if here.steps.cut_short is not None:  # by a call outside steps
-            raise PeerLost(f"{here.steps.cut_short[0]}: {here.steps.cut_short[1]}", process=here.rank, step=now.t)
-        waiting = torch.full((1,), float(sees_newcomers))
-        with _with_all(here, now.t):
-            begun = None if here.group is None else here.group.allreduce([waiting])
-        result = step(now.state, now.batch, now.t)
-        with _with_all(here, now.t):
-            if begun is not None:
-                self._await(here, begun)
-            here.await_messages()
-        return result, bool(waiting > 0)
-
-    def _await(self, here: World, begun: Any) -> None:
-        """Wait until all have begun, or until others call the roll.
-
-        gloo may forget a send whose connection ends at the same moment: nothing then ends its wait but the timeout,
-        which a thread awaits with the group, since the group's end would await it too.
-        """
-        end = time.monotonic() + here.longest_wait.total_seconds()
-        while not begun.is_completed():
-            with suppress(RuntimeError):
-                begun.wait(_CALLED)
-            if not begun.is_completed() and (self._board(here).check(["notes"]) or time.monotonic() > end):
-                threading.Thread(target=_outlive, args=(here.group, begun), daemon=True).start()
-                raise RuntimeError("others have lost a worker, and this one's connections have ended")
-        begun.wait()
-
-    def _board(self, here: World) -> Store:
-        return PrefixStore(f"survive {here.generation + 1}", self._store)
-
     def _begin(self, here: World, state: Any) -> None:
         require_survivable(here)
         import scipy.sparse.csgraph  # noqa: F401  # for the schedule after a loss, when others would wait for the import
 
-        here.steps.survives = True
+        seats = tuple(here.identity.processes)
         try:
             self._store = joining.open_run(here, state)
-            self._open_door(here, here.seats)
+            self._open_door(here.rank)
+            self._liveness.learn(seats)
+            begin(here, Generation(here, Members(0, seats, seats), here.rank, self._store, self._liveness.is_gone))
         except RuntimeError as error:
             raise ExchangeTimeout(
                 f"survive: another worker did not call its step within the timeout of df.init ({here.timeout}): "
                 f"{brief_error(error)}",
-                process=here.seat,
+                process=here.rank,
             ) from error
-        if here.polls:
-            collectives.watch(weakref.ref(here))
+        if generation_of(here).polls:
+            gpus.watch(weakref.ref(here))
 
-    def _open_door(self, here: World, seats: Sequence[int]) -> None:
-        self._doorbell = Doorbell(PrefixStore("survive", self._store), here.seat)
-        self._doorbell.learn(seats)
-        here.is_gone, self._has_begun = self._doorbell.is_gone, True
+    def _open_door(self, seat: int) -> None:
+        """Let others see that this process exists."""
+        self._liveness, self._has_begun = Liveness(PrefixStore("survive", self._store), seat), True
 
     def _looks(self, here: World) -> bool:
         """Answer the door at intervals; return True on the first worker if somebody waits to join."""
@@ -239,109 +203,111 @@ class _Survivor:
         if now - self._looked < _LOOK_S:
             return False
         self._looked = now
-        self._doorbell.clear()
+        self._liveness.clear()
         try:
-            return here.rank == 0 and bool(joining.waiting(here, self._store, self._doorbell))
+            return here.rank == 0 and bool(joining.waiting(here, self._store, self._liveness))
         except RuntimeError:  # the store has ended, which matters after a loss only
             return False
 
     def enter(self, here: World, state: Any) -> tuple[Any, int]:
         """Wait until the run admits this process; return its state and the step to begin with."""
-        run = here.awaits
+        run = awaited_run(here)
         assert run is not None
         self._store = run
         try:
             joining.require_same(here, run, state)
             while True:
-                here.seat, here.steps.survives = joining.new_seat(here, run), True
-                self._open_door(here, ())
-                told = joining.await_admission(run, here.seat, self._doorbell)
+                seat = joining.new_seat(here, run)
+                self._open_door(seat)
+                begin(here, generation_of(here).seated(seat, self._liveness.is_gone))
+                told = joining.await_admission(run, seat, self._liveness)
                 try:
-                    self._doorbell.learn(told.seats)
-                    state = self._connect(here, told, state, [here.seat])
+                    self._liveness.learn(told.seats)
+                    state = self._connect(here, told, state, [seat])
                     return state, told.step
                 except RuntimeError as lost:
                     # One more was lost meanwhile; the others go on without this process.
                     _log.info("join: %s; waiting again", brief_error(lost))
                     here.hang_up()
-                    self._doorbell.close()
+                    self._liveness.close()
         except RunError:
             raise
         except RuntimeError as error:
-            raise PeerLost(f"join: the store does not answer: {brief_error(error)}", process=here.seat) from error
+            raise PeerLost(
+                f"join: the store does not answer: {brief_error(error)}", process=generation_of(here).seat
+            ) from error
 
     def _go_on(self, here: World, todo: list[_Inputs], error: RunError | None) -> list[_Inputs]:
         """Return the steps to take with those that continue; this process is connected to them."""
-        since, before, kept_state = time.monotonic(), here.seats, None
+        since, before, kept_state = time.monotonic(), generation_of(here).members.seats, None
         if error is not None:  # otherwise others may still be in the last step
             self._leave(here)
         while kept_state is None:
-            seats, generation = here.seats, here.generation + 1
+            (changes, seats, places), seat = generation_of(here).members, generation_of(here).seat
             decision = self._agree(here, todo[0].t, len(todo) > 1, error)
             if decision.step == todo[0].t - 1 and self._last is not None:
                 todo = [self._last, *todo]
             if decision.step != todo[0].t:
                 raise StepMismatch(
-                    f"survive: worker {here.seat} is at t={todo[0].t}, another one at t={decision.step}; every rank must call "
+                    f"survive: worker {seat} is at t={todo[0].t}, another one at t={decision.step}; every rank must call "
                     "the step with consecutive t, the same on all.",
-                    process=here.seat,
+                    process=seat,
                     step=todo[0].t,
                 ) from error
             newcomers = [seat for seat in decision.seats if seat not in seats]
-            places = places_of(decision.seats, dict(zip(seats, here.places, strict=True)))
-            told = Admission(generation, decision.seats, places, decision.step, decision.repeats, decision.seats[0])
+            places = places_of(decision.seats, dict(zip(seats, places, strict=True)))
+            told = Admission(changes + 1, decision.seats, places, decision.step, decision.repeats, decision.seats[0])
             try:
                 joining.admit(self._store, told, newcomers)
-                self._doorbell.learn(newcomers, answered=True)
+                self._liveness.learn(newcomers, answered=True)
                 kept_state = self._connect(here, told, todo[0].state, newcomers)
             except RuntimeError as another:  # one more was lost meanwhile
                 self._leave(here)
                 _log.info("survive: %s", brief_error(another))
-        self._somebody_waits = False
+        members = generation_of(here).members
         _log.warning(
             "survive: %s; %d workers continue with step t=%d after %.2f s (generation %d%s)",
-            _change(before, here.seats),
-            here.size,
+            _change(before, members.seats),
+            len(members.seats),
             todo[0].t,
             time.monotonic() - since,
-            here.generation,
+            members.changes,
             "" if error is None else f"; {type(error).__name__}",
         )
         return [todo[0]._replace(state=kept_state), *todo[1:]]
 
     def _connect(self, here: World, told: Admission, state: Any, newcomers: Sequence[int]) -> Any:
         """Connect to the workers of the next generation; return the state with which this one continues."""
-        here.go_on(told.generation, told.seats, told.places, self._store)
-        here.connect(self._patience)
+        generation = go_on(here, Members(told.generation, told.seats, told.places), self._patience)
         state = _kept(joining.hand_over(here, state, told.donor, newcomers))
-        here.steps.missed = told.step if told.repeats else None
+        generation.miss(told.step if told.repeats else None)
         return state
 
     def _leave(self, here: World) -> None:
         """End this generation here, so that nobody waits for this process in it."""
-        here.steps.tell(None, timed_out=False)
+        here.session.tell(None, timed_out=False)
         here.hang_up()
 
     def _agree(self, here: World, t: int, repeats: bool, error: RunError | None) -> Decision:
-        board, doorbell = self._board(here), self._doorbell
+        (_, seats, _), seat, liveness = generation_of(here).members, generation_of(here).seat, self._liveness
         try:
-            reached = tuple(seat for seat in here.seats if seat == here.seat or doorbell.ring(seat) == "answers")
-            mine = Note(here.seat, t, reached, repeats)
-            newcomers = partial(joining.waiting, here, self._store, doorbell)
-            decision = hold(mine, here.seats, board, doorbell, newcomers, self._patience)
+            reached = tuple(other for other in seats if other == seat or liveness.ring(other) == "answers")
+            mine = Note(seat, t, reached, repeats)
+            newcomers = partial(joining.waiting, here, self._store, liveness)
+            decision = hold(mine, seats, generation_of(here).roll, liveness, newcomers, self._patience)
         except RuntimeError as lost:
             raise PeerLost(
-                f"survive: worker {here.seat} has lost others in step t={t}, and the store does not answer: "
+                f"survive: worker {seat} has lost others in step t={t}, and the store does not answer: "
                 f"{brief_error(lost)}. It must outlive the workers (docs/surviving.md).",
-                process=here.seat,
+                process=seat,
                 step=t,
             ) from error
         if decision is None:
             raise LeftBehind(
-                f"survive: the others have decided to continue without worker {here.seat}, which was at t={t}: it was "
+                f"survive: the others have decided to continue without worker {seat}, which was at t={t}: it was "
                 "late, or not reached by most of them. Its state is whole; they do not wait for it.",
-                worker=here.seat,
-                process=here.seat,
+                worker=seat,
+                process=seat,
                 step=t,
             ) from error
         return decision
@@ -354,22 +320,13 @@ def _change(before: Sequence[int], after: Sequence[int]) -> str:
     return " and ".join(parts) or "the same workers"
 
 
-def _outlive(_group: Any, begun: Any) -> None:
-    while not begun.is_completed():  # not wait(): the end of Python would then end the process within C++
-        time.sleep(1)
-
-
-@contextmanager
-def _with_all(here: World, t: int) -> Iterator[None]:
-    """Turn torch.distributed's error into PeerLost."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise PeerLost(
-            f"step t={t} on worker {here.rank}: not all workers have taken it: {brief_error(error)}",
-            process=here.rank,
-            step=t,
-        ) from error
+def _whole(here: World, step: Callable[..., tuple[Any, Any]], now: _Inputs, sees_newcomers: bool) -> tuple[Any, Any]:
+    """Take a step, which ends when all workers have begun it."""
+    if here.session.cut_short is not None:  # by a call outside steps
+        where, error = here.session.cut_short
+        raise PeerLost(f"{where}: {error}", process=here.rank, step=now.t)
+    generation_of(here).take_part(sees_newcomers=sees_newcomers)
+    return step(now.state, now.batch, now.t)
 
 
 def _kept(state: Any) -> Any:

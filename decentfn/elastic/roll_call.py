@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from decentfn.train.doorbell import Doorbell
+from decentfn.elastic.liveness import Liveness
 
 POLL_S = 0.01
 
@@ -71,7 +71,7 @@ def hold(
     mine: Note,
     seats: Sequence[int],
     board: Any,
-    doorbell: Doorbell,
+    liveness: Liveness,
     newcomers: Callable[[], Collection[int]],
     patience: timedelta,
 ) -> Decision | None:
@@ -80,8 +80,8 @@ def hold(
     while True:
         decided = Decision.of(board.get("decision")) if board.check(["decision"]) else None
         notes = Note.all_of(board.get("notes")) if board.check(["notes"]) else []
-        doorbell.clear()
-        gone = set(filter(doorbell.is_gone, others))
+        liveness.clear()
+        gone = set(filter(liveness.is_gone, others))
         match act(mine, seats, notes, decided, gone, newcomers(), is_over=time.monotonic() > end):
             case Note() as note:
                 board.append("notes", json.dumps(note) + "\n")

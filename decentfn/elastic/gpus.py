@@ -4,7 +4,7 @@ gloo tells a process of a loss: its waits raise. NCCL does not: `wait` orders st
 process holds the GPU until its communicator is aborted. So on GPUs, under `df.survive`:
 
 * gloo, beside NCCL, carries the sum that shows that all have begun a step.
-* A step ends once the GPU has its messages. The host polls for that (`World.await_gpu`) and looks for losses meanwhile.
+* A step ends once the GPU has its messages. The host polls for that (`Generation.wait_on_gpu`) and looks for losses meanwhile.
 * A thread aborts the communicators if the host is blocked in a step, for example by a copy from the GPU (`watch`).
 * What has ended since an abort counts as lost: the kernels have left anything in its memory.
 
@@ -19,7 +19,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any, cast
 
@@ -28,7 +27,6 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import Store
 
-from decentfn.comm.collectives.steps import TAGS
 from decentfn.core.formatting import brief_error
 
 _log = logging.getLogger("decentfn")
@@ -108,18 +106,6 @@ def abort_default_group() -> None:
         dist.destroy_process_group()
 
 
-def close(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Close these groups' connections over gloo, which a message does that times out."""
-    works = []
-    for group in groups:
-        for rank in set(range(group.size())) - {group.rank()}:
-            with suppress(RuntimeError):
-                works.append(cast(Any, group).recv([torch.empty(1)], rank, TAGS))  # no step has this tag
-    for work in works:
-        with suppress(RuntimeError):
-            work.wait(timedelta(milliseconds=1))
-
-
 def abort(groups: Iterable[dist.ProcessGroup]) -> None:
     """End these groups' kernels on the GPU; what they have not received stays undefined."""
     for group in groups:
@@ -135,14 +121,14 @@ def watch(of: weakref.ref[Any]) -> None:
     def run() -> None:
         seen, since = None, 0.0
         while (here := of()) is not None:
-            steps, now = here.steps, time.monotonic()
-            step = (steps.generation, steps.at) if steps.is_running else None
+            session, now = here.session, time.monotonic()
+            step = (here.hooks.changes, session.at) if session.is_running else None
             if step != seen:
                 seen, since = step, now
-            if step is not None and not here.has_hung_up:
+            if step is not None and not here.channels.has_hung_up:
                 try:
-                    here.require_present()
-                    is_late = now - since > here.longest_wait.total_seconds()
+                    here.hooks.require_present()
+                    is_late = now - since > here.channels.longest_wait.total_seconds()
                 except RuntimeError:
                     is_late = True
                 if is_late:

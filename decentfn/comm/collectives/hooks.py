@@ -1,0 +1,38 @@
+"""Hooks by which other rooms take part in a world's steps. Those of a fixed group of processes do nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from decentfn.topologies import Topology
+
+
+class Hooks:
+    """Decisions about the steps of a world; `World.become` sets those of another room."""
+
+    changes = 0
+    """Number of times that the processes have changed."""
+    loss_is_final = True
+    """True if no step can follow one that has lost a message."""
+
+    def before_step(self, t: int) -> None:
+        """Take part before step `t`, when earlier steps are whole."""
+
+    def after_step(self, t: int) -> None:
+        """Take part after step `t`, when all of its messages have arrived; may raise a RunError."""
+
+    def before_call(self, call: str) -> None:
+        """Take part before a collective outside steps; may raise a RunError, so that it does not wait for others."""
+
+    def schedule(self, made: Topology) -> Topology:
+        """Return the schedule that holds now, of the form of the one that a step was made for."""
+        return made
+
+    def on_loss(self, groups: list[Any]) -> None:
+        """End what still uses these groups, whose connections this process has closed."""
+
+    def wait_on_gpu(self, works: list[Any] | None) -> None:
+        """Wait for works of a step that only the GPU waits for; None: for a collective outside steps."""
+
+
+FIXED = Hooks()

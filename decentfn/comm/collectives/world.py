@@ -1,0 +1,195 @@
+"""World: who this process is, its channels to the others, and the steps that they take together."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import Store
+
+from decentfn.comm.collectives.channels import Channels
+from decentfn.comm.collectives.hooks import FIXED, Hooks
+from decentfn.comm.collectives.identity import Identity
+from decentfn.comm.collectives.session import Session
+
+_CPU = torch.device("cpu")
+
+
+class World:
+    """Processes that hold the workers, as one of them sees them.
+
+    Worker `i` is in process `i // L` if each process holds `L` workers (`L = 1` under plain torchrun), or in
+    processes `i S` to `i S + S - 1` if each worker is `S` processes.
+
+    When the processes change, `become` replaces the parts.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        rank: int,
+        size: int,
+        timeout: timedelta | None = None,
+        device: torch.device = _CPU,
+        *,
+        identity: Identity | None = None,
+        channels: Channels | None = None,
+    ) -> None:
+        self.identity = identity or Identity.of(rank, size, device)
+        self.channels = channels or Channels(self.identity, group, timeout)
+        self.session = Session(rank)
+        self.hooks: Hooks = FIXED
+        """Those of the room that lets the processes change; by default they do not."""
+        self.agreed = set[str]()
+        """Lines that describe the algorithms of this run, which all processes have compared."""
+        self.counters: list[Any] = []
+        """Active counters of the traffic; see `communication`."""
+        self.adopted = self.channels.group
+        """Default group that this world was made for."""
+        # Other worlds, if a worker is several processes. No world refers to itself: its groups end when it is released.
+        self._all_processes: World | None = None
+        self._gossip: World | None = None
+        self._apart = weakref.WeakSet[World]()
+        worlds.add(self)
+
+    @property
+    def rank(self) -> int:
+        """Number of this process."""
+        return self.identity.rank
+
+    @property
+    def size(self) -> int:
+        """Number of processes."""
+        return self.identity.size
+
+    @property
+    def worker(self) -> int:
+        """Worker of this process; the first of its simulated workers is `workers(local)[0]`."""
+        return self.identity.worker
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers; before this process has entered a run, those that the run began with."""
+        return self.identity.num_workers
+
+    @property
+    def process(self) -> int:
+        """Index of this process within its worker, from 0."""
+        return self.identity.process
+
+    @property
+    def processes_per_worker(self) -> int:
+        """Number of processes of each worker."""
+        return self.identity.processes_per_worker
+
+    @property
+    def place(self) -> int:
+        """Number that keys this process's random numbers and chooses its data: its rank at the start.
+
+        One that entered a run has the place of a lost one, if there is one, else the next new number.
+        """
+        return self.identity.place
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this process: its own GPU, or the CPU."""
+        return self.identity.device
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """Processes as a mesh, if a worker is several."""
+        return self.channels.mesh
+
+    @property
+    def timeout(self) -> timedelta | None:
+        """How long a collective waits; None: as long as torch.distributed's."""
+        return self.channels.timeout
+
+    @property
+    def store(self) -> Store:
+        """Store through which the processes leave notes for one another."""
+        return self.channels.store
+
+    def workers(self, local: int = 1) -> range:
+        """Return the numbers of the workers in this process, if each process has `local` of them (`df.simulate`)."""
+        if not isinstance(local, int) or local < 1:
+            raise ValueError(f"world.workers(local={local!r}): the number of workers in a process is an integer >= 1.")
+        return range(self.worker * local, (self.worker + 1) * local)
+
+    @property
+    def all_processes(self) -> World:
+        """World of all processes; gossip's world has one process per worker."""
+        return self._all_processes or self
+
+    @property
+    def gossip(self) -> World:
+        """World of the processes that exchange: those with this one's index in their worker."""
+        return self._gossip or self
+
+    def split(self, gossip: World | None) -> None:
+        """Set, or unset, gossip's world, where a worker is several processes."""
+        self._gossip = gossip
+        if gossip is not None:
+            gossip._all_processes = self
+
+    def apart(self, timeout: timedelta | None = None) -> World:
+        """Return a world of the same processes with separate connections, for another thread outside steps; collective.
+
+        Without a `timeout` it waits twice as long as this one: a process may notice a step's lost message only at its
+        timeout. Call `let_go` at the end. Its connections end when the processes change.
+        """
+        here = self.identity
+        if here.size == 1:
+            return self
+        channels = self.channels.apart(timeout or 2 * self.channels.longest_wait)
+        world = World(None, here.rank, here.size, device=here.device, channels=channels)
+        world.become(session=Session(here.rank, channels.store))
+        self._apart.add(world)
+        return world
+
+    def become(
+        self,
+        *,
+        identity: Identity | None = None,
+        channels: Channels | None = None,
+        session: Session | None = None,
+        hooks: Hooks | None = None,
+    ) -> None:
+        """Replace parts: another session, or other processes."""
+        self.identity = identity or self.identity
+        self.channels = channels or self.channels
+        self.session = session or self.session
+        self.hooks = hooks or self.hooks
+
+    def adopt(self, group: Any) -> None:
+        """Take this default group, or None, as the one that this world is made for."""
+        self.adopted = group
+
+    def hang_up(self, *, also_apart: bool = False) -> None:
+        """Close the connections to all others, so that they notice at once and write nothing more here."""
+        for world in (self._all_processes, self, *(self._apart if also_apart else ())):
+            if world is not None:
+                world.channels.hang_up()
+                world.hooks.on_loss(world.channels.groups())
+
+    def let_go(self) -> None:
+        """Release all groups: a group's threads and connections end with the last reference to it."""
+        self.channels.let_go()
+        self.adopt(None)
+
+
+worlds = weakref.WeakSet[World]()
+"""All worlds of this process."""
+
+
+def end_waits(longer_than: float) -> bool:
+    """Close connections on which a thread has waited longer (seconds), so that it raises; return True if any."""
+    now = time.monotonic()
+    late = [w for w in list(worlds) if any(now - since > longer_than for since in list(w.session.waits))]
+    for world in late:
+        world.hang_up()
+    return bool(late)
