@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -254,3 +255,23 @@ def test_what_a_checkpoint_costs_is_measured(tmp_path):
         and result["bytes"] > 2 * 3 * 4 * 9000
     )
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+
+
+def test_a_record_appends_one_line_with_its_commit_and_load(tmp_path, monkeypatch):
+    record = runpy.run_path(str(ROOT / "benchmarks" / "record.py"))
+    main, log = record["main"], tmp_path / "log.jsonl"
+    kept = subprocess.run
+
+    def run(command, **options):
+        if "--json" not in command:
+            return kept(command, **options)
+        Path(command[-1]).write_text('{"rows": []}')
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setitem(main.__globals__, "LOG", log)
+    monkeypatch.setitem(main.__globals__, "ROOT", tmp_path)
+    for _ in range(2):
+        main(["--workload", "tiny"])
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["arguments"] for line in lines] == [["--workload", "tiny"]] * 2
+    assert lines[0].keys() == {"date", "commit", "arguments", "cores", "processor", "load", "result"}

@@ -1,5 +1,6 @@
 """The guides say what is so: quoted code stands in the sources, tables have a row for everything, thresholds hold."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -65,3 +66,12 @@ def test_the_signs_tell_the_sick_from_the_healthy(healthy_run, name):
     signs = healthy_run.train((healthy_run.HEALTHY | healthy_run.SICK)[name], steps=100)
     assert (signs.steps_apart > 3) == (name == "nobody mixes (gamma=0)")
     assert (signs.outlier > 2.5) == (name == "worker 7 has random labels")
+
+
+def test_a_page_of_an_algorithm_begins_with_its_equation_and_not_with_names_of_the_kit():
+    for file in Path(df.algorithms.__file__).parent.glob("*.py"):
+        imports = [
+            node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.ImportFrom)
+        ]
+        assert all(node.module != "decentfn.kit" for node in imports), file.name
+        assert file.stem == "__init__" or sum(node.end_lineno - node.lineno + 1 for node in imports) <= 12, file.name

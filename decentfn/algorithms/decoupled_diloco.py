@@ -25,57 +25,33 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
+from decentfn import kit
 from decentfn.algorithms.outer import Fragments, no_weight, progress
 from decentfn.comm import collectives, gossip
 from decentfn.core.buckets import loose
 from decentfn.core.numbers import require
 from decentfn.core.trees import PyTree
 from decentfn.gradient.loss import takes
-from decentfn.kit import (
-    Algorithm,
-    Buckets,
-    LossFn,
-    Metrics,
-    Options,
-    State,
-    Worker,
-    add,
-    algorithm,
-    as_input,
-    as_weight,
-    at,
-    copy_wide,
-    each,
-    is_active,
-    once,
-    require_fractions,
-    require_positive,
-    require_whole,
-    rests,
-    unless_bad,
-    where,
-    zeros_like,
-)
 from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
     """Memory of one worker."""
 
-    phi: Buckets  # outer parameters, the same on all workers
-    b: Buckets  # outer momentum, likewise
+    phi: kit.Buckets  # outer parameters, the same on all workers
+    b: kit.Buckets  # outer momentum, likewise
     tokens: Tensor  # [P], this worker's since each fragment's last merge
     steps: Tensor  # [P], its steps with tokens since then
     averaged = ("phi", "b", "tokens", "steps")  # over the workers, by df.resize
 
-    def restart(self, x: Buckets) -> Memory:
+    def restart(self, x: kit.Buckets) -> Memory:
         """Take `x` as outer parameters; reset the outer momentum and the counts."""
-        return Memory(copy_wide(x), zeros_like(x), torch.zeros_like(self.tokens), torch.zeros_like(self.steps))
+        return Memory(kit.copy_wide(x), kit.zeros_like(x), torch.zeros_like(self.tokens), torch.zeros_like(self.steps))
 
 
-@algorithm
+@kit.algorithm
 def decoupled_diloco(
-    loss_fn: LossFn,
+    loss_fn: kit.LossFn,
     optimizer: Any,
     topology: Topology,
     *,
@@ -86,8 +62,8 @@ def decoupled_diloco(
     outer_momentum: float = 0.9,
     weight: Callable[[PyTree], Tensor] | None = None,
     arrives: Callable[[Tensor, Tensor], Tensor] | None = None,
-    **options: Unpack[Options],
-) -> Algorithm:
+    **options: Unpack[kit.Options],
+) -> kit.Algorithm:
     """Average one fragment at a time over the workers that had tokens; wait for a quorum of them.
 
     Fragment p is the p-th of P equal slices of every bucket. If fewer than `quorum` workers trained since its last merge,
@@ -118,11 +94,11 @@ def decoupled_diloco(
     Raises:
         ValueError: a hyperparameter outside its range; from `init`, unequal parameters.
     """
-    worker = Worker(loss_fn, optimizer, topology, **options)
-    weigh = as_weight("decoupled_diloco", weight)
-    require_whole("decoupled_diloco", inner_steps=inner_steps, num_fragments=num_fragments, quorum=quorum)
-    require_positive("decoupled_diloco", outer_learning_rate=outer_learning_rate)
-    require_fractions("decoupled_diloco", outer_momentum=outer_momentum)
+    worker = kit.Worker(loss_fn, optimizer, topology, **options)
+    weigh = kit.as_weight("decoupled_diloco", weight)
+    kit.require_whole("decoupled_diloco", inner_steps=inner_steps, num_fragments=num_fragments, quorum=quorum)
+    kit.require_positive("decoupled_diloco", outer_learning_rate=outer_learning_rate)
+    kit.require_fractions("decoupled_diloco", outer_momentum=outer_momentum)
     n = topology.num_workers
     if num_fragments > inner_steps or quorum > n:
         raise ValueError(
@@ -130,53 +106,53 @@ def decoupled_diloco(
             f"a step of its own, so num_fragments <= inner_steps, and there are {n} workers; take more inner steps, or a "
             "smaller quorum."
         )
-    rate = as_input("decoupled_diloco", "outer_learning_rate", outer_learning_rate)
-    momentum, wire = as_input("decoupled_diloco", "outer_momentum", outer_momentum), worker.wire_dtype
+    rate = kit.as_input("decoupled_diloco", "outer_learning_rate", outer_learning_rate)
+    momentum, wire = kit.as_input("decoupled_diloco", "outer_momentum", outer_momentum), worker.wire_dtype
     is_function = callable(arrives) and takes(arrives, 2)
     require(arrives is None or is_function, "decoupled_diloco", "a function of t and the worker.", arrives=arrives)
     fragments = Fragments(num_fragments, inner_steps, worker.everyone)
     schedules = fragments.schedules(-1)
 
-    def start(x: Buckets) -> Memory:
+    def start(x: kit.Buckets) -> Memory:
         counts = (no_weight(x, num_fragments) for _ in range(2))
-        return Memory(copy_wide(x), zeros_like(x), *counts)
+        return Memory(kit.copy_wide(x), kit.zeros_like(x), *counts)
 
-    def merged(delta: Buckets, tokens: Tensor, steps: Tensor, t: Tensor) -> tuple[Buckets, Tensor]:
+    def merged(delta: kit.Buckets, tokens: Tensor, steps: Tensor, t: Tensor) -> tuple[kit.Buckets, Tensor]:
         """Return Δ of all fragments, and whether each one is due, [P] bool."""
         means, dues = [], []
         for p, (pieces, schedule) in enumerate(zip(fragments.split(list(delta)), schedules, strict=True)):
             own = torch.stack([tokens[p] ** 2 / steps[p].clamp(min=1), (steps[p] > 0).to(steps.dtype)])
             own = gossip.beside(pieces, own)
             weight, trained = gossip.mean(loose([own]), schedule, t)[0].unbind()
-            share = once(torch.where(weight != 0, own[0] / weight, torch.zeros_like(weight)))
+            share = kit.once(torch.where(weight != 0, own[0] / weight, torch.zeros_like(weight)))
             sent = [
                 gossip.narrow(torch.where(share != 0, piece, 0.0) * share.to(piece.dtype), plan.dtype, wire)
                 for piece, plan in zip(pieces, delta.plan.buckets, strict=True)
             ]
             means.append(gossip.mean(loose(sent), schedule, t))
-            dues.append(is_active(schedule, t, delta) & (trained > (quorum - 0.5) / n))
-        return each(lambda mean, d: mean.to(d.dtype), fragments.join(means, delta.plan), delta), torch.stack(dues)
+            dues.append(kit.is_active(schedule, t, delta) & (trained > (quorum - 0.5) / n))
+        return kit.each(lambda mean, d: mean.to(d.dtype), fragments.join(means, delta.plan), delta), torch.stack(dues)
 
-    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         theta, (phi, b, tokens, steps) = state.params, state.memory
         g, local = worker.gradient(theta, state.local, batch, t, weight=weigh)
         u, local = worker.update(g.grads, g, local, theta)
-        theta = unless_bad(add(theta, u), lambda: phi)
+        theta = kit.unless_bad(kit.add(theta, u), lambda: phi)
         now = torch.ones_like(tokens[0]) if g.weight is None else g.weight.to(tokens.dtype)
         tokens, steps = tokens + now, steps + (now > 0)
-        if rests(*schedules):
-            return State(theta, local, Memory(phi, b, tokens, steps)), g.metrics
+        if kit.rests(*schedules):
+            return kit.State(theta, local, Memory(phi, b, tokens, steps)), g.metrics
         is_here = torch.ones_like(now, dtype=torch.bool)
         if arrives is not None:
             is_here = arrives(collectives.on_device(now, t), collectives.look_up(now, worker.everyone, t).worker)
         delta, due = merged(progress(phi, theta), tokens * is_here, steps * is_here, t)
-        eta, beta = at(rate, t, phi), at(momentum, t, phi)
-        b_new = each(lambda b, delta: beta * b + delta, b, delta)
-        phi_new = each(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b_new)
+        eta, beta = kit.at(rate, t, phi), kit.at(momentum, t, phi)
+        b_new = kit.each(lambda b, delta: beta * b + delta, b, delta)
+        phi_new = kit.each(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b_new)
         mask = fragments.mask(phi, due)
         counts = [torch.where(due & is_here, torch.zeros_like(count), count) for count in (tokens, steps)]
-        memory = Memory(where(mask, phi_new, phi), where(mask, b_new, b), *counts)
+        memory = Memory(kit.where(mask, phi_new, phi), kit.where(mask, b_new, b), *counts)
         mine = fragments.mask(phi, due & is_here)
-        return State(where(mine, phi_new, theta), local, memory), g.metrics
+        return kit.State(kit.where(mine, phi_new, theta), local, memory), g.metrics
 
     return worker.algorithm(step, start, topology=worker.everyone, schedules=schedules, must_equal=("params",))

@@ -19,44 +19,30 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
+from decentfn import kit
 from decentfn.algorithms.outer import after_steps, local_steps, no_weight, outer_gradient, progress, to_send
 from decentfn.core.trees import PyTree
-from decentfn.kit import (
-    Algorithm,
-    Buckets,
-    LossFn,
-    Options,
-    Worker,
-    algorithm,
-    as_input,
-    as_weight,
-    at,
-    copy_wide,
-    each,
-    require_fractions,
-    require_positive,
-    require_whole,
-    zeros_like,
-)
 from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
     """Memory of one worker."""
 
-    phi: Buckets  # outer parameters, the same on all workers
-    b: Buckets  # outer momentum, likewise
+    phi: kit.Buckets  # outer parameters, the same on all workers
+    b: kit.Buckets  # outer momentum, likewise
     weight: Tensor | None = None  # 0-d: this worker's weight since the last outer step; None if all are equal
     averaged = ("phi", "b", "weight")  # over the workers, by df.resize
 
-    def restart(self, x: Buckets) -> Memory:
+    def restart(self, x: kit.Buckets) -> Memory:
         """Take `x` as outer parameters and reset the outer momentum."""
-        return Memory(copy_wide(x), zeros_like(x), None if self.weight is None else torch.zeros_like(self.weight))
+        return Memory(
+            kit.copy_wide(x), kit.zeros_like(x), None if self.weight is None else torch.zeros_like(self.weight)
+        )
 
 
-@algorithm
+@kit.algorithm
 def diloco(
-    loss_fn: LossFn,
+    loss_fn: kit.LossFn,
     optimizer: Any,
     topology: Topology,
     *,
@@ -64,8 +50,8 @@ def diloco(
     outer_learning_rate: float = 0.7,
     outer_momentum: float = 0.9,
     weight: Callable[[PyTree], Tensor] | None = None,
-    **options: Unpack[Options],
-) -> Algorithm:
+    **options: Unpack[kit.Options],
+) -> kit.Algorithm:
     """Train locally for H steps, then move the common parameters along the workers' mean progress.
 
     Sent: 2(N-1)/N times the parameters in every H-th step, after the update, so it does not overlap with the
@@ -89,29 +75,33 @@ def diloco(
     Raises:
         ValueError: H < 1, η not positive, β outside [0, 1]; from `init`, a narrow `wire_dtype` and unequal parameters.
     """
-    worker = Worker(loss_fn, optimizer, topology, **options)
-    weigh = as_weight("diloco", weight)
-    require_whole("diloco", inner_steps=inner_steps)
-    require_positive("diloco", outer_learning_rate=outer_learning_rate)
-    require_fractions("diloco", outer_momentum=outer_momentum)
+    worker = kit.Worker(loss_fn, optimizer, topology, **options)
+    weigh = kit.as_weight("diloco", weight)
+    kit.require_whole("diloco", inner_steps=inner_steps)
+    kit.require_positive("diloco", outer_learning_rate=outer_learning_rate)
+    kit.require_fractions("diloco", outer_momentum=outer_momentum)
     schedule = after_steps(inner_steps, worker.everyone)
-    rate, beta, wire = as_input("diloco", "outer_learning_rate", outer_learning_rate), outer_momentum, worker.wire_dtype
+    rate, beta, wire = (
+        kit.as_input("diloco", "outer_learning_rate", outer_learning_rate),
+        outer_momentum,
+        worker.wire_dtype,
+    )
 
     must_equal = () if wire is None and weight is None else ("params",)
 
-    def start(x: Buckets) -> Memory:
-        return Memory(copy_wide(x), zeros_like(x), None if weight is None else no_weight(x))
+    def start(x: kit.Buckets) -> Memory:
+        return Memory(kit.copy_wide(x), kit.zeros_like(x), None if weight is None else no_weight(x))
 
-    def mean_progress(phi: Buckets, theta: Buckets, own: Tensor | None, t: Tensor) -> Buckets:
+    def mean_progress(phi: kit.Buckets, theta: kit.Buckets, own: Tensor | None, t: Tensor) -> kit.Buckets:
         if own is None:
             return outer_gradient(phi, worker.mean(to_send(phi, theta, wire), t, schedule), wire)
         return worker.mean(progress(phi, theta), t, schedule, own)
 
-    def outer(theta: Buckets, memory: Memory, t: Tensor) -> tuple[Buckets, Memory]:
+    def outer(theta: kit.Buckets, memory: Memory, t: Tensor) -> tuple[kit.Buckets, Memory]:
         phi, b, own = memory
-        delta, eta = mean_progress(phi, theta, own, t), at(rate, t, phi)
-        b = each(lambda b, delta: beta * b + delta, b, delta)
-        phi = each(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b)
+        delta, eta = mean_progress(phi, theta, own, t), kit.at(rate, t, phi)
+        b = kit.each(lambda b, delta: beta * b + delta, b, delta)
+        phi = kit.each(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b)
         return phi, Memory(phi, b, None if own is None else torch.zeros_like(own))
 
     step = local_steps(worker, schedule, outer, weight=weigh)

@@ -18,21 +18,10 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
+from decentfn import kit
 from decentfn.algorithms.outer import after_steps, local_steps, progress, require_outer
 from decentfn.core import trees
 from decentfn.core.trees import PyTree
-from decentfn.kit import (
-    Algorithm,
-    Buckets,
-    LossFn,
-    Options,
-    Posted,
-    Worker,
-    add,
-    algorithm,
-    copy_wide,
-    require_whole,
-)
 from decentfn.optim.transforms import RateState, sgd
 from decentfn.topologies import Topology, nth_round
 
@@ -40,26 +29,26 @@ from decentfn.topologies import Topology, nth_round
 class Memory(NamedTuple):
     """Memory of one worker."""
 
-    phi: Buckets  # parameters at the start of the round
+    phi: kit.Buckets  # parameters at the start of the round
     opt: PyTree  # state of the outer optimizer
     averaged = ("phi", "opt")  # over the workers, by df.resize
 
-    def restart(self, x: Buckets) -> Memory:
+    def restart(self, x: kit.Buckets) -> Memory:
         """Start a round at `x` and set the state of the outer optimizer to 0, except for its learning rate."""
         zeros = trees.map(torch.zeros_like, self.opt)
-        return Memory(copy_wide(x), trees.map_nodes(RateState, lambda zero, rate: rate, zeros, self.opt))
+        return Memory(kit.copy_wide(x), trees.map_nodes(RateState, lambda zero, rate: rate, zeros, self.opt))
 
 
-@algorithm
+@kit.algorithm
 def factored_gossip_diloco(
-    loss_fn: LossFn,
+    loss_fn: kit.LossFn,
     optimizer: Any,
     topology: Topology,
     *,
     inner_steps: int = 50,
     outer_optimizer: Any = None,
-    **options: Unpack[Options],
-) -> Algorithm:
+    **options: Unpack[kit.Options],
+) -> kit.Algorithm:
     """Train locally for H steps; mix what the round started from meanwhile, and the result again at the end.
 
     The first mix needs only φ, known since the start of the round; it is sent in the round's last step and overlaps
@@ -80,23 +69,23 @@ def factored_gossip_diloco(
     Raises:
         ValueError: H < 1, a push-sum topology, an outer optimizer that is no pair, ascends or wants the mix.
     """
-    worker = Worker(loss_fn, optimizer, topology, **options)
-    require_whole("factored_gossip_diloco", inner_steps=inner_steps)
+    worker = kit.Worker(loss_fn, optimizer, topology, **options)
+    kit.require_whole("factored_gossip_diloco", inner_steps=inner_steps)
     first, second = (after_steps(inner_steps, nth_round(k, 2, topology)) for k in range(2))
     schedule = after_steps(inner_steps, worker.everyone)  # is active even if W₁ or W₂ is idle
     outer_optimizer = sgd(0.7, momentum=0.9, nesterov=True) if outer_optimizer is None else outer_optimizer
     require_outer("factored_gossip_diloco", outer_optimizer)
 
-    def post(memory: Memory, t: Tensor) -> Posted:
+    def post(memory: Memory, t: Tensor) -> kit.Posted:
         return worker.post(memory.phi, t, first)
 
-    def outer(theta: Buckets, memory: Memory, t: Tensor, phi_hat: Buckets) -> tuple[Buckets, Memory]:
+    def outer(theta: kit.Buckets, memory: Memory, t: Tensor, phi_hat: kit.Buckets) -> tuple[kit.Buckets, Memory]:
         v, opt = outer_optimizer.update(progress(memory.phi, theta), memory.opt, memory.phi)
-        phi = worker.mix(add(phi_hat, v), t, second)
+        phi = worker.mix(kit.add(phi_hat, v), t, second)
         return phi, Memory(phi, opt)
 
-    def start(x: Buckets) -> Memory:
-        phi = copy_wide(x)
+    def start(x: kit.Buckets) -> Memory:
+        phi = kit.copy_wide(x)
         return Memory(phi, outer_optimizer.init(phi))
 
     step = local_steps(worker, schedule, outer, post)

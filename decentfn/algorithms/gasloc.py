@@ -22,43 +22,28 @@ from typing import Any, NamedTuple, Unpack
 
 from torch import Tensor
 
+from decentfn import kit
 from decentfn.algorithms.outer import after_steps, local_steps, progress
 from decentfn.core.numbers import real, require
-from decentfn.kit import (
-    Algorithm,
-    Buckets,
-    LossFn,
-    Options,
-    Worker,
-    algorithm,
-    as_input,
-    at,
-    copy_wide,
-    each,
-    require_fractions,
-    require_positive,
-    require_settling,
-    require_whole,
-)
 from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
     """Memory of one worker."""
 
-    phi: Buckets  # parameters at the start of the round
-    y: Buckets  # end point of the last round
+    phi: kit.Buckets  # parameters at the start of the round
+    y: kit.Buckets  # end point of the last round
     averaged = ("phi", "y")  # over the workers, by df.resize
 
     @classmethod
-    def restart(cls, x: Buckets) -> Memory:
+    def restart(cls, x: kit.Buckets) -> Memory:
         """Start a round at `x`, without momentum."""
-        return cls(copy_wide(x), copy_wide(x))
+        return cls(kit.copy_wide(x), kit.copy_wide(x))
 
 
-@algorithm
+@kit.algorithm
 def gasloc(
-    loss_fn: LossFn,
+    loss_fn: kit.LossFn,
     optimizer: Any,
     topology: Topology,
     *,
@@ -67,8 +52,8 @@ def gasloc(
     outer_momentum: float = 0.9,
     gossip_step: float = 0.25,
     gossip_rounds: int = 1,
-    **options: Unpack[Options],
-) -> Algorithm:
+    **options: Unpack[kit.Options],
+) -> kit.Algorithm:
     """Train locally for H steps, then mix with one or two neighbors and continue along the own progress.
 
     On every topology the workers' mean follows DiLoCo's equation: Nesterov's method on the mean progress. (With y = φ
@@ -96,14 +81,14 @@ def gasloc(
         ValueError: H < 1, η not positive, γ outside [0, 1], α outside (0, 1], a push-sum topology, or one on which
             disagreement grows.
     """
-    worker = Worker(loss_fn, optimizer, topology, gossip_rounds=gossip_rounds, **options)
+    worker = kit.Worker(loss_fn, optimizer, topology, gossip_rounds=gossip_rounds, **options)
     steps = tuple(inner_steps) if isinstance(inner_steps, (list, tuple)) else (inner_steps,) * topology.num_workers
     for its in steps:
-        require_whole("gasloc", inner_steps=its)
+        kit.require_whole("gasloc", inner_steps=its)
     rule = f"one number of steps for each of the {topology.num_workers} workers."
     require(len(steps) == topology.num_workers, "gasloc", rule, inner_steps=inner_steps)
-    require_positive("gasloc", outer_learning_rate=outer_learning_rate)
-    require_fractions("gasloc", outer_momentum=outer_momentum)
+    kit.require_positive("gasloc", outer_learning_rate=outer_learning_rate)
+    kit.require_fractions("gasloc", outer_momentum=outer_momentum)
     require(0 < real("gasloc", "gossip_step", gossip_step) <= 1, "gasloc", "α is in (0, 1].", gossip_step=gossip_step)
 
     def free(x: Tensor, m: Tensor, mix: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
@@ -112,18 +97,18 @@ def gasloc(
 
     call = f"gasloc(gossip_step={gossip_step}, outer_momentum={outer_momentum})"
     way_out = "use 'random-matching' or a static undirected topology, a smaller gossip_step, or outer_momentum=0"
-    require_settling(call, topology, free, way_out)
+    kit.require_settling(call, topology, free, way_out)
     schedule = after_steps(max(steps), topology)
-    rate = as_input("gasloc", "outer_learning_rate", outer_learning_rate)
-    momentum = as_input("gasloc", "outer_momentum", outer_momentum)
-    strength = as_input("gasloc", "gossip_step", gossip_step)
+    rate = kit.as_input("gasloc", "outer_learning_rate", outer_learning_rate)
+    momentum = kit.as_input("gasloc", "outer_momentum", outer_momentum)
+    strength = kit.as_input("gasloc", "gossip_step", gossip_step)
 
-    def outer(theta: Buckets, memory: Memory, t: Tensor) -> tuple[Buckets, Memory]:
+    def outer(theta: kit.Buckets, memory: Memory, t: Tensor) -> tuple[kit.Buckets, Memory]:
         phi, y_old = memory
-        eta, gamma = at(rate, t, phi), at(momentum, t, phi)
-        y = each(lambda phi, back: phi - eta * back, phi, progress(phi, theta))
-        alpha, mixed = at(strength, t, phi), worker.mix(y, t, schedule)
-        phi = each(lambda mixed, y, old: y + alpha * (mixed - y) + gamma * (y - old), mixed, y, y_old)
+        eta, gamma = kit.at(rate, t, phi), kit.at(momentum, t, phi)
+        y = kit.each(lambda phi, back: phi - eta * back, phi, progress(phi, theta))
+        alpha, mixed = kit.at(strength, t, phi), worker.mix(y, t, schedule)
+        phi = kit.each(lambda mixed, y, old: y + alpha * (mixed - y) + gamma * (y - old), mixed, y, y_old)
         return phi, Memory(phi, y)
 
     step = local_steps(worker, schedule, outer, own_steps=steps if min(steps) < max(steps) else ())

@@ -19,43 +19,27 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
+from decentfn import kit
 from decentfn.algorithms.outer import after_steps, local_steps, progress
-from decentfn.kit import (
-    Algorithm,
-    Buckets,
-    LossFn,
-    Options,
-    Worker,
-    algorithm,
-    as_input,
-    at,
-    copy_wide,
-    each,
-    require_fractions,
-    require_positive,
-    require_settling,
-    require_whole,
-    zeros_like,
-)
 from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
     """Memory of one worker."""
 
-    phi: Buckets  # slow parameters, this worker's own
-    b: Buckets  # outer momentum, likewise
+    phi: kit.Buckets  # slow parameters, this worker's own
+    b: kit.Buckets  # outer momentum, likewise
     averaged = ("phi", "b")  # over the workers, by df.resize
 
     @classmethod
-    def restart(cls, x: Buckets) -> Memory:
+    def restart(cls, x: kit.Buckets) -> Memory:
         """Take `x` as slow parameters and reset the outer momentum."""
-        return cls(copy_wide(x), zeros_like(x))
+        return cls(kit.copy_wide(x), kit.zeros_like(x))
 
 
-@algorithm
+@kit.algorithm
 def noloco(
-    loss_fn: LossFn,
+    loss_fn: kit.LossFn,
     optimizer: Any,
     topology: Topology,
     *,
@@ -64,8 +48,8 @@ def noloco(
     beta: float = 0.7,
     gamma: float = 0.7,
     gossip_rounds: int = 1,
-    **options: Unpack[Options],
-) -> Algorithm:
+    **options: Unpack[kit.Options],
+) -> kit.Algorithm:
     """Train locally for H steps, then step along the neighbors' mean progress and toward their slow parameters.
 
     Sent: one payload of the parameters' size per neighbor in every H-th step, after the update, so it does not overlap
@@ -88,10 +72,10 @@ def noloco(
         ValueError: H < 1, α outside [0, 1], β or γ not positive, a push-sum topology, or one that
             has phases in which nothing is sent or on which disagreement grows (1,000 rounds without gradients are tried).
     """
-    worker = Worker(loss_fn, optimizer, topology, gossip_rounds=gossip_rounds, **options)
-    require_whole("noloco", inner_steps=inner_steps)
-    require_fractions("noloco", alpha=alpha)
-    require_positive("noloco", beta=beta, gamma=gamma)
+    worker = kit.Worker(loss_fn, optimizer, topology, gossip_rounds=gossip_rounds, **options)
+    kit.require_whole("noloco", inner_steps=inner_steps)
+    kit.require_fractions("noloco", alpha=alpha)
+    kit.require_positive("noloco", beta=beta, gamma=gamma)
     rounds = topology.steps(64) if topology.period and topology.num_workers > 1 else ()
     if any((topology.round(k).weights[:, 0] == 1).all() for k in rounds):
         raise ValueError(
@@ -104,14 +88,14 @@ def noloco(
         return phi + b, b
 
     way_out = "use a topology such as 'random-matching' or 'one-peer-exp', or a smaller alpha"
-    require_settling(f"noloco(alpha={alpha}, gamma={gamma})", topology, free, way_out)
-    schedule, gamma_input = after_steps(inner_steps, topology), as_input("noloco", "gamma", gamma)
+    kit.require_settling(f"noloco(alpha={alpha}, gamma={gamma})", topology, free, way_out)
+    schedule, gamma_input = after_steps(inner_steps, topology), kit.as_input("noloco", "gamma", gamma)
 
-    def outer(theta: Buckets, memory: Memory, t: Tensor) -> tuple[Buckets, Memory]:
-        (phi, b), of_phi = memory, at(gamma_input, t, memory.phi)
-        sent = each(lambda phi, d: of_phi * phi - beta * d, phi, progress(phi, theta))
-        b = each(lambda b, mixed, phi: alpha * b + (mixed - of_phi * phi), b, worker.mix(sent, t, schedule), phi)
-        phi = each(torch.add, phi, b)
+    def outer(theta: kit.Buckets, memory: Memory, t: Tensor) -> tuple[kit.Buckets, Memory]:
+        (phi, b), of_phi = memory, kit.at(gamma_input, t, memory.phi)
+        sent = kit.each(lambda phi, d: of_phi * phi - beta * d, phi, progress(phi, theta))
+        b = kit.each(lambda b, mixed, phi: alpha * b + (mixed - of_phi * phi), b, worker.mix(sent, t, schedule), phi)
+        phi = kit.each(torch.add, phi, b)
         return phi, Memory(phi, b)
 
     step = local_steps(worker, schedule, outer)

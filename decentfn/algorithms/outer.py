@@ -13,27 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from decentfn import kit
 from decentfn.comm import collectives, gossip
 from decentfn.core import trees
 from decentfn.core.scalars import Numbers
 from decentfn.core.trees import PyTree
-from decentfn.kit import (
-    Buckets,
-    Metrics,
-    Plan,
-    Posted,
-    State,
-    Weight,
-    Worker,
-    add,
-    collect,
-    each,
-    is_active,
-    rests,
-    unless_bad,
-    where,
-    wide,
-)
 from decentfn.optim.transforms.transform import require_descent, require_pair, wants_mix
 from decentfn.topologies import Topology, every, later
 
@@ -44,13 +28,13 @@ def after_steps(inner_steps: int, topology: Topology) -> Topology:
 
 
 def local_steps(
-    worker: Worker,
+    worker: kit.Worker,
     schedule: Topology,
-    outer: Callable[..., tuple[Buckets, Any]],
-    post: Callable[[Any, Tensor], Posted] | None = None,
-    weight: Weight | None = None,
+    outer: Callable[..., tuple[kit.Buckets, Any]],
+    post: Callable[[Any, Tensor], kit.Posted] | None = None,
+    weight: kit.Weight | None = None,
     own_steps: Sequence[int] = (),
-) -> Callable[[State, PyTree, Tensor], tuple[State, Metrics]]:
+) -> Callable[[kit.State, PyTree, Tensor], tuple[kit.State, kit.Metrics]]:
     """Return the step `θ ← θ + u(θ, g(θ))`, followed by an outer step whenever `schedule` is active.
 
     Args:
@@ -65,40 +49,40 @@ def local_steps(
     """
     longest, counts = max(own_steps, default=1), Numbers(*own_steps)
 
-    def takes_part(theta: Buckets, t: Tensor) -> Tensor:
+    def takes_part(theta: kit.Buckets, t: Tensor) -> Tensor:
         """Return True (0-d bool) in the last steps of a round, as many as this worker takes."""
         number, row = collectives.on_device(theta[0], t), collectives.look_up(theta[0], schedule, t)
         mine = counts.vector(theta[0]).index_select(0, row.worker.view(1))[0]
         return number % longest >= longest - mine
 
-    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         theta, memory = state.params, state.memory
-        posted = None if post is None or rests(schedule) else post(memory, t)
+        posted = None if post is None or kit.rests(schedule) else post(memory, t)
         g, local = worker.gradient(theta, state.local, batch, t, after=posted, weight=weight)
         before = local
         u, local = worker.update(g.grads, g, local, theta)
         if own_steps:
             trains = takes_part(theta, t)
-            u = where(trains, u, each(torch.zeros_like, u))
+            u = kit.where(trains, u, kit.each(torch.zeros_like, u))
             opt = trees.map(lambda old, new: torch.where(trains, new, old), before.opt, local.opt)
             local = local._replace(opt=opt)
-        theta = unless_bad(add(theta, u), lambda: memory.phi)
+        theta = kit.unless_bad(kit.add(theta, u), lambda: memory.phi)
         if g.weight is not None:
             memory = memory._replace(weight=memory.weight + g.weight.to(memory.weight.dtype))
-        if rests(schedule):
-            return State(theta, local, memory), g.metrics
-        due = is_active(schedule, t, theta)
-        mixed = () if posted is None else (collect(posted, after=g.grads),)
+        if kit.rests(schedule):
+            return kit.State(theta, local, memory), g.metrics
+        due = kit.is_active(schedule, t, theta)
+        mixed = () if posted is None else (kit.collect(posted, after=g.grads),)
         new, memory_new = outer(theta, memory, t, *mixed)
         memory = trees.map(lambda old, new: torch.where(due, new.to(old.dtype), old), memory, memory_new)
-        return State(where(due, new, theta), local, memory), g.metrics
+        return kit.State(kit.where(due, new, theta), local, memory), g.metrics
 
     return step
 
 
-def no_weight(x: Buckets, *shape: int) -> Tensor:
+def no_weight(x: kit.Buckets, *shape: int) -> Tensor:
     """Return zeros of this shape, to count tokens in: float32, or float64 if any of the parameters are."""
-    dtype = functools.reduce(torch.promote_types, [wide(b.dtype) for b in x])
+    dtype = functools.reduce(torch.promote_types, [kit.wide(b.dtype) for b in x])
     return torch.zeros(shape, dtype=dtype, device=x[0].device)
 
 
@@ -112,17 +96,17 @@ def require_outer(call: str, outer_optimizer: Any) -> None:
         )
 
 
-def progress(phi: Buckets, theta: Buckets) -> Buckets:
+def progress(phi: kit.Buckets, theta: kit.Buckets) -> kit.Buckets:
     """Return `φ - θ` in float32 or wider, where θ began as φ rounded to the parameters' dtype.
 
     That rounding error is excluded: slow momentum would treat it as a gradient and, in 16 bits, keep moving without
     one.
     """
     start = [gossip.narrow(p, plan.dtype) for p, plan in zip(phi, phi.plan.buckets, strict=True)]
-    return Buckets([s.to(p.dtype) - x.to(p.dtype) for s, x, p in zip(start, theta, phi, strict=True)], phi.plan)
+    return kit.Buckets([s.to(p.dtype) - x.to(p.dtype) for s, x, p in zip(start, theta, phi, strict=True)], phi.plan)
 
 
-def to_send(phi: Buckets, theta: Buckets, wire_dtype: torch.dtype | None) -> Buckets:
+def to_send(phi: kit.Buckets, theta: kit.Buckets, wire_dtype: torch.dtype | None) -> kit.Buckets:
     """Return a worker's contribution to the outer gradient: θ, or the difference φ - θ if the wire rounds.
 
     The mean of θ also corrects unequal starts, but rounding θ would hide small progress.
@@ -130,9 +114,9 @@ def to_send(phi: Buckets, theta: Buckets, wire_dtype: torch.dtype | None) -> Buc
     return theta if wire_dtype is None else progress(phi, theta)
 
 
-def outer_gradient(phi: Buckets, mean: Buckets, wire_dtype: torch.dtype | None) -> Buckets:
+def outer_gradient(phi: kit.Buckets, mean: kit.Buckets, wire_dtype: torch.dtype | None) -> kit.Buckets:
     """Return `Δ = φ - mean_i θ_i` from the mean of the contributions."""
-    return progress(phi, mean) if wire_dtype is None else each(lambda phi, m: m.to(phi.dtype), phi, mean)
+    return progress(phi, mean) if wire_dtype is None else kit.each(lambda phi, m: m.to(phi.dtype), phi, mean)
 
 
 class Fragments:
@@ -151,15 +135,15 @@ class Fragments:
         """Return the slices of each fragment."""
         return list(zip(*[bucket.tensor_split(self.count) for bucket in x], strict=True))
 
-    def join(self, fragments: Iterable[Iterable[Tensor]], plan: Plan) -> Buckets:
+    def join(self, fragments: Iterable[Iterable[Tensor]], plan: kit.Plan) -> kit.Buckets:
         """Join slices into buckets; the inverse of `split`."""
-        return Buckets([torch.cat(slices) for slices in zip(*fragments, strict=True)], plan)
+        return kit.Buckets([torch.cat(slices) for slices in zip(*fragments, strict=True)], plan)
 
-    def turn(self, like: Buckets, schedules: Sequence[Topology], t: Tensor) -> Tensor:
+    def turn(self, like: kit.Buckets, schedules: Sequence[Topology], t: Tensor) -> Tensor:
         """Return True for each fragment whose schedule is active in step t, [P] bool."""
-        return torch.stack([is_active(schedule, t, like) for schedule in schedules])
+        return torch.stack([kit.is_active(schedule, t, like) for schedule in schedules])
 
-    def mask(self, like: Buckets, due: Tensor) -> Buckets:
+    def mask(self, like: kit.Buckets, due: Tensor) -> kit.Buckets:
         """Return a mask of the elements whose fragment is due, [P] bool."""
         pairs = zip(due.unbind(), self.split(list(like)), strict=True)
         slices = [[due.expand(piece.shape) for piece in fragment] for due, fragment in pairs]

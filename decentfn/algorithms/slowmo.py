@@ -15,32 +15,9 @@ from typing import Any, NamedTuple, Unpack
 
 from torch import Tensor
 
+from decentfn import kit
 from decentfn.algorithms.outer import after_steps, progress
 from decentfn.core.trees import PyTree
-from decentfn.kit import (
-    Algorithm,
-    Buckets,
-    LossFn,
-    Metrics,
-    Options,
-    State,
-    Worker,
-    add,
-    algorithm,
-    as_input,
-    at,
-    copy_wide,
-    each,
-    is_active,
-    reciprocal,
-    require_fractions,
-    require_positive,
-    require_rate,
-    require_whole,
-    rests,
-    where,
-    zeros_like,
-)
 from decentfn.optim.transforms.basic import Scalar
 from decentfn.topologies import Topology, paused
 
@@ -48,19 +25,19 @@ from decentfn.topologies import Topology, paused
 class Memory(NamedTuple):
     """Memory of one worker."""
 
-    x0: Buckets  # parameters after the last slow step
-    u: Buckets  # slow momentum, in units of a gradient (of an update if learning_rate is 1)
+    x0: kit.Buckets  # parameters after the last slow step
+    u: kit.Buckets  # slow momentum, in units of a gradient (of an update if learning_rate is 1)
     averaged = ("x0", "u")  # over the workers, by df.resize
 
     @classmethod
-    def restart(cls, x: Buckets) -> Memory:
+    def restart(cls, x: kit.Buckets) -> Memory:
         """Take `x` as slow parameters and reset the slow momentum."""
-        return cls(copy_wide(x), zeros_like(x))
+        return cls(kit.copy_wide(x), kit.zeros_like(x))
 
 
-@algorithm
+@kit.algorithm
 def slowmo(
-    loss_fn: LossFn,
+    loss_fn: kit.LossFn,
     optimizer: Any,
     topology: Topology,
     *,
@@ -68,8 +45,8 @@ def slowmo(
     alpha: float = 1.0,
     beta: float = 0.7,
     learning_rate: Scalar = 1.0,
-    **options: Unpack[Options],
-) -> Algorithm:
+    **options: Unpack[kit.Options],
+) -> kit.Algorithm:
     """Adapt then combine on `topology`; every H steps, average over all workers and take a step of slow momentum.
 
     Nothing can be sent before the update, so only the messages of the last buckets overlap with computation.
@@ -92,33 +69,33 @@ def slowmo(
     Raises:
         ValueError: H < 1, α or η not positive, β outside [0, 1], a push-sum topology.
     """
-    worker = Worker(loss_fn, optimizer, topology, **options)
-    require_whole("slowmo", inner_steps=inner_steps)
-    require_fractions("slowmo", beta=beta)
-    require_positive("slowmo", alpha=alpha)
-    require_rate("slowmo", learning_rate=learning_rate)
-    rate = as_input("slowmo", "learning_rate", learning_rate)
+    worker = kit.Worker(loss_fn, optimizer, topology, **options)
+    kit.require_whole("slowmo", inner_steps=inner_steps)
+    kit.require_fractions("slowmo", beta=beta)
+    kit.require_positive("slowmo", alpha=alpha)
+    kit.require_rate("slowmo", learning_rate=learning_rate)
+    rate = kit.as_input("slowmo", "learning_rate", learning_rate)
 
     outer = after_steps(inner_steps, worker.everyone)
     inner = paused(topology, outer)
 
-    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
-        eta = at(rate, t, state.params)
-        per_eta = reciprocal(eta)
+    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+        eta = kit.at(rate, t, state.params)
+        per_eta = kit.reciprocal(eta)
         x, (x0, u) = state.params, state.memory
         g, local = worker.gradient(x, state.local, batch, t)
         v, local = worker.update(g.grads, g, local, x)
         # The mean of all W x is the mean of all x, so a step that averages need not mix.
-        x = worker.mix(add(x, v), t, inner)
-        if rests(outer):
-            return State(x, local, state.memory), g.metrics
+        x = worker.mix(kit.add(x, v), t, inner)
+        if kit.rests(outer):
+            return kit.State(x, local, state.memory), g.metrics
         x_h = worker.mean(x, t, outer)
-        due = is_active(outer, t, x)
+        due = kit.is_active(outer, t, x)
         moved = progress(x0, x_h)
-        u_new = each(lambda u, d: beta * u + d * per_eta, u, moved)
+        u_new = kit.each(lambda u, d: beta * u + d * per_eta, u, moved)
         # Not α η u⁺, which would lose the round if η has fallen to 0 in it.
-        slow = each(lambda x0, u, d: x0 - alpha * (eta * beta * u + d), x0, u, moved)
-        memory = Memory(where(due, slow, x0), where(due, u_new, u))
-        return State(where(due, slow, x), local, memory), g.metrics
+        slow = kit.each(lambda x0, u, d: x0 - alpha * (eta * beta * u + d), x0, u, moved)
+        memory = Memory(kit.where(due, slow, x0), kit.where(due, u_new, u))
+        return kit.State(kit.where(due, slow, x), local, memory), g.metrics
 
     return worker.algorithm(step, Memory.restart, schedules=(outer,))

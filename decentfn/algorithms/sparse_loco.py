@@ -18,46 +18,29 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
+from decentfn import kit
 from decentfn.algorithms.outer import after_steps, local_steps, progress
 from decentfn.comm.gossip.compressed import everyone, post_compressed, sum_compressed
 from decentfn.compressors import Compressor, chunk_top_k
-from decentfn.kit import (
-    Algorithm,
-    Buckets,
-    LossFn,
-    Options,
-    Worker,
-    algorithm,
-    as_input,
-    at,
-    copy_wide,
-    each,
-    once,
-    require_compressor,
-    require_fractions,
-    require_positive,
-    require_whole,
-    zeros_like,
-)
 from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
     """Memory of one worker."""
 
-    phi: Buckets  # outer parameters, the same on all workers
-    error: Buckets  # e
+    phi: kit.Buckets  # outer parameters, the same on all workers
+    error: kit.Buckets  # e
     averaged = ("phi", "error")  # over the workers, by df.resize
 
     @classmethod
-    def restart(cls, x: Buckets) -> Memory:
+    def restart(cls, x: kit.Buckets) -> Memory:
         """Take `x` as outer parameters and reset the error."""
-        return cls(copy_wide(x), zeros_like(x))
+        return cls(kit.copy_wide(x), kit.zeros_like(x))
 
 
-@algorithm
+@kit.algorithm
 def sparse_loco(
-    loss_fn: LossFn,
+    loss_fn: kit.LossFn,
     optimizer: Any,
     topology: Topology,
     *,
@@ -65,8 +48,8 @@ def sparse_loco(
     outer_learning_rate: float = 1.0,
     decay: float = 0.95,
     compressor: Compressor | None = None,
-    **options: Unpack[Options],
-) -> Algorithm:
+    **options: Unpack[kit.Options],
+) -> kit.Algorithm:
     """Train locally for H steps, then move the common parameters along the mean of the compressed progress.
 
     The messages are added in the order of the workers, which keeps φ bitwise identical.
@@ -88,23 +71,23 @@ def sparse_loco(
         ValueError: H < 1, α not positive, β outside [0, 1], `wire_dtype`; from `init`, unequal parameters.
     """
     compressor = chunk_top_k(64, chunk=4096, bits=2) if compressor is None else compressor
-    require_compressor("sparse_loco", compressor, 1.0, options)
-    worker = Worker(loss_fn, optimizer, topology, **options)
-    require_whole("sparse_loco", inner_steps=inner_steps)
-    require_positive("sparse_loco", outer_learning_rate=outer_learning_rate)
-    require_fractions("sparse_loco", decay=decay)
+    kit.require_compressor("sparse_loco", compressor, 1.0, options)
+    worker = kit.Worker(loss_fn, optimizer, topology, **options)
+    kit.require_whole("sparse_loco", inner_steps=inner_steps)
+    kit.require_positive("sparse_loco", outer_learning_rate=outer_learning_rate)
+    kit.require_fractions("sparse_loco", decay=decay)
     schedule = after_steps(inner_steps, everyone(topology.num_workers))
-    rate = as_input("sparse_loco", "outer_learning_rate", outer_learning_rate)
-    kept = as_input("sparse_loco", "decay", decay)
+    rate = kit.as_input("sparse_loco", "outer_learning_rate", outer_learning_rate)
+    kept = kit.as_input("sparse_loco", "decay", decay)
 
-    def outer(theta: Buckets, memory: Memory, t: Tensor) -> tuple[Buckets, Memory]:
+    def outer(theta: kit.Buckets, memory: Memory, t: Tensor) -> tuple[kit.Buckets, Memory]:
         phi, error = memory
-        alpha, beta = at(rate, t, phi), at(kept, t, phi)
-        error = each(lambda e, delta: beta * e + delta, error, progress(phi, theta))
+        alpha, beta = kit.at(rate, t, phi), kit.at(kept, t, phi)
+        error = kit.each(lambda e, delta: beta * e + delta, error, progress(phi, theta))
         q = post_compressed(error, compressor, schedule, t)
-        share = once(alpha / (1 + (q.posted.row.sources >= 0).sum()).double())
-        phi = each(lambda phi, total: phi - share.to(phi.dtype) * total, phi, sum_compressed(q))
-        return phi, Memory(phi, each(torch.sub, error, q.sent))
+        share = kit.once(alpha / (1 + (q.posted.row.sources >= 0).sum()).double())
+        phi = kit.each(lambda phi, total: phi - share.to(phi.dtype) * total, phi, sum_compressed(q))
+        return phi, Memory(phi, kit.each(torch.sub, error, q.sent))
 
     step = local_steps(worker, schedule, outer)
     return worker.algorithm(

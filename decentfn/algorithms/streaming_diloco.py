@@ -18,55 +18,33 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
+from decentfn import kit
 from decentfn.algorithms.outer import Fragments, outer_gradient, to_send
 from decentfn.comm import gossip
 from decentfn.core.buckets import loose
 from decentfn.core.trees import PyTree
-from decentfn.kit import (
-    Algorithm,
-    Buckets,
-    LossFn,
-    Metrics,
-    Options,
-    Posted,
-    State,
-    Worker,
-    add,
-    algorithm,
-    as_input,
-    at,
-    copy_wide,
-    each,
-    require_fractions,
-    require_positive,
-    require_whole,
-    rests,
-    unless_bad,
-    where,
-    zeros_like,
-)
 from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
     """Memory of one worker."""
 
-    phi: Buckets  # outer parameters, the same on all workers
-    b: Buckets  # outer momentum, likewise
-    delta: Buckets | None  # outer gradients that have arrived and wait to be applied; None if delay <= 1
+    phi: kit.Buckets  # outer parameters, the same on all workers
+    b: kit.Buckets  # outer momentum, likewise
+    delta: kit.Buckets | None  # outer gradients that have arrived and wait to be applied; None if delay <= 1
     waits: Tensor | None  # [P] bool: fragments of which one does; None if delay <= 1
     averaged = ("phi", "b", "delta", "waits")  # over the workers, by df.resize
 
-    def restart(self, x: Buckets) -> Memory:
+    def restart(self, x: kit.Buckets) -> Memory:
         """Take `x` as outer parameters; reset the outer momentum, and drop outer gradients that wait."""
         if self.delta is None or self.waits is None:
-            return Memory(copy_wide(x), zeros_like(x), None, None)
-        return Memory(copy_wide(x), zeros_like(x), zeros_like(x), torch.zeros_like(self.waits))
+            return Memory(kit.copy_wide(x), kit.zeros_like(x), None, None)
+        return Memory(kit.copy_wide(x), kit.zeros_like(x), kit.zeros_like(x), torch.zeros_like(self.waits))
 
 
-@algorithm
+@kit.algorithm
 def streaming_diloco(
-    loss_fn: LossFn,
+    loss_fn: kit.LossFn,
     optimizer: Any,
     topology: Topology,
     *,
@@ -76,8 +54,8 @@ def streaming_diloco(
     alpha: float = 0.5,
     outer_learning_rate: float = 0.7,
     outer_momentum: float = 0.9,
-    **options: Unpack[Options],
-) -> Algorithm:
+    **options: Unpack[kit.Options],
+) -> kit.Algorithm:
     """Average one fragment at a time, each every H steps, while training continues.
 
     Fragment p is the p-th of P equal slices of every bucket, so fragments have equal sizes and each spans the model's
@@ -104,64 +82,64 @@ def streaming_diloco(
     Raises:
         ValueError: a hyperparameter outside its range; from `init`, a narrow `wire_dtype` and unequal parameters.
     """
-    worker = Worker(loss_fn, optimizer, topology, **options)
-    require_whole("streaming_diloco", inner_steps=inner_steps, num_fragments=num_fragments)
-    require_whole("streaming_diloco", 0, delay=delay)
-    require_positive("streaming_diloco", outer_learning_rate=outer_learning_rate)
-    require_fractions("streaming_diloco", alpha=alpha, outer_momentum=outer_momentum)
+    worker = kit.Worker(loss_fn, optimizer, topology, **options)
+    kit.require_whole("streaming_diloco", inner_steps=inner_steps, num_fragments=num_fragments)
+    kit.require_whole("streaming_diloco", 0, delay=delay)
+    kit.require_positive("streaming_diloco", outer_learning_rate=outer_learning_rate)
+    kit.require_fractions("streaming_diloco", alpha=alpha, outer_momentum=outer_momentum)
     if num_fragments > inner_steps or delay >= inner_steps:
         raise ValueError(
             f"streaming_diloco(inner_steps={inner_steps}, num_fragments={num_fragments}, delay={delay}): a fragment "
             "has a step of its own and is applied before its next round, so num_fragments <= inner_steps and "
             "delay < inner_steps; take more inner steps."
         )
-    rate = as_input("streaming_diloco", "outer_learning_rate", outer_learning_rate)
+    rate = kit.as_input("streaming_diloco", "outer_learning_rate", outer_learning_rate)
     beta, wire = outer_momentum, worker.wire_dtype
     fragments = Fragments(num_fragments, inner_steps, worker.everyone)
     launches, arrivals = fragments.schedules(0 if delay else -1), fragments.schedules(delay - 1)
 
-    def start(x: Buckets) -> Memory:
+    def start(x: kit.Buckets) -> Memory:
         if delay <= 1:
-            return Memory(copy_wide(x), zeros_like(x), None, None)
+            return Memory(kit.copy_wide(x), kit.zeros_like(x), None, None)
         waits = torch.zeros(num_fragments, dtype=torch.bool, device=x[0].device)
-        return Memory(copy_wide(x), zeros_like(x), zeros_like(x), waits)
+        return Memory(kit.copy_wide(x), kit.zeros_like(x), kit.zeros_like(x), waits)
 
-    def launch(theta: Buckets, phi: Buckets, t: Tensor) -> list[Posted]:
+    def launch(theta: kit.Buckets, phi: kit.Buckets, t: Tensor) -> list[kit.Posted]:
         sent = fragments.split([gossip.narrow(bucket, wire) for bucket in to_send(phi, theta, wire)])
         pairs = zip(sent, launches, strict=True)
         return [worker.post(loose(fragment), t, schedule) for fragment, schedule in pairs]
 
-    def collect(posted: list[Posted], phi: Buckets, after: Buckets) -> Buckets:
+    def collect(posted: list[kit.Posted], phi: kit.Buckets, after: kit.Buckets) -> kit.Buckets:
         means = [gossip.collect(fragment, after=after) for fragment in posted]
         return outer_gradient(phi, fragments.join(means, phi.plan), wire)
 
     must_equal = () if wire is None else ("params",)
 
-    def step(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
+    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         theta, (phi, b, waiting, waits) = state.params, state.memory
-        rest = rests(*launches, *arrivals)
+        rest = kit.rests(*launches, *arrivals)
         posted = launch(theta, phi, t) if delay and not rest else []
         g, local = worker.gradient(theta, state.local, batch, t, after=posted)
         u, local = worker.update(g.grads, g, local, theta)
-        theta = unless_bad(add(theta, u), lambda: phi)
+        theta = kit.unless_bad(kit.add(theta, u), lambda: phi)
         if rest:
-            return State(theta, local, state.memory), g.metrics
+            return kit.State(theta, local, state.memory), g.metrics
         if not delay:
             posted = launch(theta, phi, t)
         delta = collect(posted, phi, g.grads)
         due = fragments.turn(phi, arrivals, t)
         if waiting is not None and waits is not None:
             launched = fragments.turn(phi, launches, t)
-            delta = waiting = where(fragments.mask(phi, launched), delta, waiting)
+            delta = waiting = kit.where(fragments.mask(phi, launched), delta, waiting)
             waits = waits | launched
             due, waits = due & waits, waits & ~due
-        eta = at(rate, t, phi)
-        b_new = each(lambda b, delta: beta * b + delta, b, delta)
-        phi_new = each(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b_new)
-        theta_new = each(lambda phi, theta: (1 - alpha) * phi + alpha * theta, phi_new, theta)
+        eta = kit.at(rate, t, phi)
+        b_new = kit.each(lambda b, delta: beta * b + delta, b, delta)
+        phi_new = kit.each(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b_new)
+        theta_new = kit.each(lambda phi, theta: (1 - alpha) * phi + alpha * theta, phi_new, theta)
         mask = fragments.mask(phi, due)
-        memory = Memory(where(mask, phi_new, phi), where(mask, b_new, b), waiting, waits)
-        return State(where(mask, theta_new, theta), local, memory), g.metrics
+        memory = Memory(kit.where(mask, phi_new, phi), kit.where(mask, b_new, b), waiting, waits)
+        return kit.State(kit.where(mask, theta_new, theta), local, memory), g.metrics
 
     schedules = (*launches, *arrivals)
     return worker.algorithm(step, start, topology=worker.everyone, schedules=schedules, must_equal=must_equal)

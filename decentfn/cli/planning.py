@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import torch
 from tyro.conf import arg
 
-from decentfn.cli.tables import say, show
+from decentfn.cli.tables import show
 from decentfn.planning import Cluster, Link, Prediction
 from decentfn.planning import plan as planned
 from decentfn.plots.links import step_times
@@ -70,7 +70,7 @@ def plan(
     else:
         distinct = {(p.method, p.seconds, p.between, p.gap): p for p in reversed(made.predictions)}
         show([_row(p) for p in sorted(distinct.values(), key=made.predictions.index)])
-        say(f"\nrecommended: {made.recommended.method} on {made.recommended.topology}, because {made.reason}")
+        print(f"\nrecommended: {made.recommended.method} on {made.recommended.topology}, because {made.reason}")
     if plot is not None:
         step_times(cluster, round(parameters), inner_steps=inner_steps, **options).savefig(plot, dpi=150)
 

@@ -41,15 +41,6 @@ def show(rows: Sequence[Mapping[str, Any]], *, as_json: bool = False) -> None:
     console.print(table)
 
 
-def say(sentence: str) -> None:
-    """Print a sentence, in one line unless a terminal is narrower."""
-    console = Console()
-    if console.is_terminal:
-        console.print(sentence, highlight=False, markup=False)
-    else:
-        print(sentence)
-
-
 def show_facts(facts: Mapping[str, Any], *, as_json: bool = False) -> None:
     """Print one name and value per line."""
     if as_json:

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import decentfn as df
-from decentfn.core import trees
 
 
 class Tied(nn.Module):
@@ -113,16 +112,3 @@ def test_a_module_that_trains_in_eval_mode_is_told_of_once(module, tells, caplog
             for t in range(3):
                 state, _ = step(state, batch, t)
     assert ["eval mode" in record.getMessage() for record in caplog.records] == [True] * tells
-
-
-def test_a_state_of_a_compiled_module_from_an_older_checkpoint_comes_back(tmp_path, monkeypatch):
-    from decentfn.train.checkpoint import layout
-
-    compiled = torch.compile(nn.Linear(3, 2), backend="eager")
-    state, _ = _state(compiled, df.autograd)
-    with monkeypatch.context() as old:
-        old.setattr(layout, "without_compiled", lambda name: name)
-        df.checkpoint.save(tmp_path / "run", state, 1)
-    restored = df.checkpoint.restore(tmp_path / "run", _state(nn.Linear(3, 2))[0]).state
-    for a, b in zip(trees.leaves(df.params(state)), trees.leaves(df.params(restored)), strict=True):
-        assert torch.equal(a, b)

@@ -27,13 +27,12 @@ def states(device: torch.device) -> dict[str, Tensor]:
 
 
 def load(found: dict[str, Tensor], device: torch.device) -> None:
-    """Set the states that are found; files of older versions have torch's alone."""
+    """Set the states that are found."""
     torch.set_rng_state(found["cpu"])
     if "cuda" in found:
         torch.cuda.set_rng_state(found["cuda"], device)
-    if "python" in found:
-        words, normal = _parted(found["python"])
-        random.setstate((3, tuple(words), None if normal != normal else normal))
+    words, normal = _parted(found["python"])
+    random.setstate((3, tuple(words), None if normal != normal else normal))
     if "numpy" in found:
         (*words, position, has_normal), normal = _parted(found["numpy"])
         np.random.set_state(("MT19937", np.array(words, dtype=np.uint32), position, has_normal, normal))

@@ -35,7 +35,6 @@ from decentfn.train.checkpoint.layout import (
 )
 from decentfn.train.consensus import is_stacked
 from decentfn.train.resizing import resized
-from decentfn.train.state_dicts import without_compiled
 from decentfn.train.together import on_first, one_path, together
 
 _log = logging.getLogger("decentfn")
@@ -166,7 +165,7 @@ def _verify(path: Path, process: dict[str, Any]) -> None:
 def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor], int]:
     """Return what the checkpoint holds for this process, the generators' states and the number of workers that saved it."""
     about = manifest.read(path)
-    theirs, mine = about.get("algorithm"), algorithm_of(template)
+    theirs, mine = about["algorithm"], algorithm_of(template)
     if None not in (theirs, mine) and theirs != mine:
         raise ValueError(
             f"restore: {path} has the memory of {theirs}, and the state is {mine}'s; build the algorithm that it "
@@ -177,8 +176,8 @@ def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor], int]:
     as_many = about["num_workers"] == num_workers
     buckets = digest_of_plan(template.params.plan)
     entries, others = _of_process(about, range(first, first + local) if as_many else None)
-    are_mine = all(entry.get("buckets", about["buckets"]) == buckets for entry in entries)
-    if not are_mine or about.get("processes_per_worker", 1) != here.processes_per_worker:
+    are_mine = all(entry["buckets"] == buckets for entry in entries)
+    if not are_mine or about["processes_per_worker"] != here.processes_per_worker:
         entries += others  # which have shards of these leaves
     if as_many:
         for entry in entries:
@@ -195,7 +194,7 @@ def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor], int]:
         )
     given = {leaf.name: leaf.values for leaf in leaves_of(template if as_many else one)}
     frozen = {name: given[name] for name in parts[0].frozen if name in given}
-    if (size := about.get("processes_per_worker", 1)) != here.processes_per_worker and frozen:
+    if (size := about["processes_per_worker"]) != here.processes_per_worker and frozen:
         raise ValueError(
             f"restore: {path} was saved without its frozen buffers by {size} processes per worker; restore it with as many."
         )
@@ -205,9 +204,8 @@ def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor], int]:
                 f"restore: the template's {name.removeprefix(BUFFERS)!r} is not the frozen buffer with which {path} was saved; "
                 "load the same weights before df.functional."
             )
-    older = {name: given[name] for name in _rates_of_older_versions(leaves, parts)}
-    _compare_names([leaf for leaf in leaves if leaf.name not in older], parts, path)
-    saved = _Saved(path, parts, about["num_workers"], frozen | older)
+    _compare_names(leaves, parts, path)
+    saved = _Saved(path, parts, about["num_workers"], frozen)
     if as_many:
         saved.fill(leaves, first)
     else:
@@ -219,7 +217,7 @@ def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor], int]:
 
 def _of_process(about: dict[str, Any], workers: range | None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return processes that saved this process's part of these workers (None: any), and the workers' others."""
-    size, here = about.get("processes_per_worker", 1), collectives.world()
+    size, here = about["processes_per_worker"], collectives.world()
     source = here.process * size // here.processes_per_worker
     sides: tuple[list[dict[str, Any]], list[dict[str, Any]]] = [], []
     for rank, entry in enumerate(about["processes"]):
@@ -239,15 +237,11 @@ class _Part:
             self.places = places_in(self._open.metadata())
         except (SafetensorError, OSError) as error:  # another process verified it, before it changed
             raise manifest.corrupt(file, f"it is not a process's part of a checkpoint ({error})") from error
-        self._stored = {
-            without_compiled(name): name for name in self.places
-        }  # older files have the names of a compiled module
-        self.places = {name: self.places[stored] for name, stored in self._stored.items()}
-        self._file, self._extra, self.frozen = file, process["extra"], process.get("frozen", {})
+        self._file, self._extra, self.frozen = file, process["extra"], process["frozen"]
 
     def generators(self, device: torch.device) -> dict[str, Tensor]:
         """Return the states of this process's generators, after a trial load of torch's."""
-        names = {"cpu", *(n for n in ("python", "numpy", device.type) if f"{GENERATOR}{n}" in self._open.keys())}  # noqa: SIM118
+        names = {"cpu", "python", *(n for n in ("numpy", device.type) if f"{GENERATOR}{n}" in self._open.keys())}  # noqa: SIM118
         try:
             states = {name: self._open.get_tensor(f"{GENERATOR}{name}") for name in names}
             for where in {"cpu", device.type} & names:
@@ -262,11 +256,11 @@ class _Part:
 
     def kind(self, name: str) -> tuple[str, list[int]]:
         """Return the leaf's dtype, by its safetensors name, and its shape over all workers."""
-        return self._open.get_slice(self._stored[name]).get_dtype(), list(self.places[name].shape)
+        return self._open.get_slice(name).get_dtype(), list(self.places[name].shape)
 
     def copy(self, name: str, wanted: Place, into: Tensor, filled: Tensor) -> None:
         """Copy this file's share of the wanted part, unless it is `filled`, and mark it there."""
-        values = self._open.get_slice(self._stored[name])
+        values = self._open.get_slice(name)
         source, target = [], []
         for mine, theirs, count, wide in zip(
             self.places[name].offset, wanted.offset, values.get_shape(), into.shape, strict=True
@@ -277,13 +271,6 @@ class _Part:
         if all(x.start < x.stop for x in target) and not filled[tuple(target)].all():
             into[tuple(target)].copy_(values[tuple(source)])
             filled[tuple(target)] = True
-
-
-def _rates_of_older_versions(leaves: Sequence[Leaf], parts: Sequence[_Part]) -> frozenset[str]:
-    """Return the learning rates that the checkpoint lacks, written when they were not yet part of the state."""
-    stored = {name for part in parts for name in part.places}
-    names = {leaf.name for leaf in leaves if leaf.name.startswith("local.opt") and leaf.name.endswith("learning_rate")}
-    return frozenset(names - stored)
 
 
 def _compare_names(leaves: Sequence[Leaf], parts: Sequence[_Part], path: Path) -> None:
