@@ -74,6 +74,27 @@ def test_what_a_room_does_not_know_it_cannot_break(room):
     } == {}
 
 
+def needs(path):
+    """Files that a file imports, wherever in it, but for types alone."""
+    tree = ast.parse(path.read_text())
+    for branch in [node for node in ast.walk(tree) if isinstance(node, ast.If)]:
+        if ast.unparse(branch.test) == "TYPE_CHECKING":
+            branch.body = []
+    names = {name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for name in modules_of(node)}
+    return {other for other in FILES if ".".join(other.relative_to(ROOT.parent).with_suffix("").parts) in names}
+
+
+def modules_of(node):
+    return [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+
+
+def test_no_circle_leads_from_a_file_to_itself():
+    left = {path: needs(path) for path in FILES if path.name != "__init__.py"}
+    while free := [path for path in left if not left[path] & left.keys()]:
+        left = {path: its for path, its in left.items() if path not in free}
+    assert not left
+
+
 def test_at_most_four_modules_are_loose():
     assert len([path for path in FILES if path.parent == ROOT]) <= 4
 

@@ -236,3 +236,6 @@ def _own_weights(topology: Topology, kept: list[int]) -> Topology | None:
         return None
     made = replace(made, active=topology.active)
     return made if certificate(made).is_connected else None
+
+
+Topology.without, Topology.resized = without, resized

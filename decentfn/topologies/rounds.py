@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -95,6 +95,9 @@ class Topology:
     """Call that combined it from other topologies; None if it is no combination."""
     suits: Callable[[Topology], object] | None = field(init=False, default=None)
     """Raises ValueError for a schedule that this one's algorithm would refuse in its place; None: there is no algorithm."""
+    without: ClassVar[Callable[[Topology, Collection[int]], Resized]]
+    resized: ClassVar[Callable[[Topology, int], Resized]]
+    """Methods: the schedule of the remaining workers, and that of another number of workers (`resized.py`)."""
     degree: int = field(init=False)
     """Most messages that a worker sends in a step, without group averages. At most `slots`."""
     slots: int = field(init=False)
@@ -187,18 +190,6 @@ class Topology:
         facts = torch.stack([active, torch.arange(n), groups, groups.bincount()[groups], pairs], dim=1)
         rows = torch.cat([facts, this.weights, mean_weights[:, None], this.sources, given], dim=1).to(torch.float64)
         return sent(rows, device)
-
-    def without(self, workers: Collection[int]) -> Resized:
-        """Return the schedule of the remaining workers, as `decentfn.topologies.resized.without` does."""
-        from decentfn.topologies.resized import without
-
-        return without(self, workers)
-
-    def resized(self, num_workers: int) -> Resized:
-        """Return the schedule for another number of workers, as `decentfn.topologies.resized.resized` does."""
-        from decentfn.topologies.resized import resized
-
-        return resized(self, num_workers)
 
     def __reduce__(self) -> tuple[Any, ...]:  # a copy gets its own handle
         arguments = tuple(getattr(self, field.name) for field in fields(self) if field.init)
