@@ -183,3 +183,24 @@ def test_a_module_is_lent_to_a_replica_once_and_every_batch_finds_the_replicas_b
     middle = [evaluated(df.consensus_mean(state), buffers, b)[0] for b in batches]
     torch.testing.assert_close(mean, torch.stack(middle).double().mean())
     assert module.calls == 0 and module.training and module.last == 0
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("wrapped", [df.guard, lambda algorithm: algorithm], ids=["guard", "loss scale"])
+def test_where_all_is_finite_a_guarded_or_scaled_step_selects_nothing(wrapped, n):
+    """One flag of each check is read, which on a CPU costs nothing; once 12 passes by `where` for a guarded step."""
+    of = loss_fn if wrapped is df.guard else df.dynamic_loss_scale(loss_fn)
+    init, step = wrapped(df.adapt_while_communicate(of, df.adamw(1e-3), df.topology("base", n)))
+    state, batch = init(PARAMS), torch.ones(1 << 16)
+    state, batch = (state, batch) if n == 1 else (df.stack(state, n), batch.repeat(n, 1))
+    step = step if n == 1 else df.simulate(step, n)
+    state, _ = step(state, batch, 0)
+    assert elements_of(lambda: step(state, batch, 1), "aten::where") < 100
+    bad = batch.clone()
+    bad.view(n, -1)[0, 3] = float("nan")
+    new, metrics = step(state, bad, 1)
+    leaves = [x for x in trees.leaves(new) if x.is_floating_point()]
+    assert all(torch.isfinite(x).all() for x in leaves) and not metrics.loss.isfinite().all()
+    moments = [b.view(n, -1)[0] for b in (*new.local.opt[0].mu, *new.local.opt[0].nu)]
+    before = [b.view(n, -1)[0] for b in (*state.local.opt[0].mu, *state.local.opt[0].nu)]
+    assert all(torch.equal(a, b) for a, b in zip(moments, before, strict=True))
