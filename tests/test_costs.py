@@ -148,3 +148,59 @@ def test_a_batch_of_a_fixed_part_reads_no_more_than_the_batch():
     assert elements_of(lambda: shards.batch_at(1, 0), "aten::cat", "aten::copy_", "aten::clone") <= 8
     third = torch.cat([shards.batch_at(t, 1) for t in range(3)])
     assert [sorted(its.tolist()) for its in third.split(3)] == [[0, 1, 2]] * 4
+
+
+class CountsCalls(torch.nn.Module):
+    """Its buffers change and are replaced in every call, in eval mode too."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("last", torch.zeros(1))
+
+    def forward(self, x):
+        self.calls += 1
+        self.last = self.last + x.mean()[None]
+        return self.layer(x) + self.calls + self.last
+
+
+def test_a_module_is_lent_to_a_replica_once_and_every_batch_finds_the_replicas_buffers(monkeypatch):
+    module = CountsCalls()
+    params, buffers, evaluated = df.functional(module, torch.nn.functional.mse_loss)
+    init, _ = df.adapt_while_communicate(evaluated, df.sgd(0.1), df.topology("base", 2))
+    state, walks = df.stack(init(params, buffers), 2), []
+    state.params[0][1] += 1
+    batches = [(torch.full((3, 2), float(i)), torch.zeros(3, 1)) for i in range(5)]
+    walk = torch.nn.Module.named_modules
+    monkeypatch.setattr(
+        torch.nn.Module, "named_modules", lambda m, *a, **k: walks.append(m is module) or walk(m, *a, **k)
+    )
+    mean, own = df.evaluate(evaluated, state, batches), df.evaluate_replicas(evaluated, state, batches)
+    assert sum(walks) <= 4  # two of each: tensors and modes
+    each = [[evaluated(df.worker(state.params, i).tree(), buffers, b)[0] for b in batches] for i in range(2)]
+    torch.testing.assert_close(own, torch.tensor(each).double().mean(1))
+    middle = [evaluated(df.consensus_mean(state), buffers, b)[0] for b in batches]
+    torch.testing.assert_close(mean, torch.stack(middle).double().mean())
+    assert module.calls == 0 and module.training and module.last == 0
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("wrapped", [df.guard, lambda algorithm: algorithm], ids=["guard", "loss scale"])
+def test_where_all_is_finite_a_guarded_or_scaled_step_selects_nothing(wrapped, n):
+    """One flag of each check is read, which on a CPU costs nothing; once 12 passes by `where` for a guarded step."""
+    of = loss_fn if wrapped is df.guard else df.dynamic_loss_scale(loss_fn)
+    init, step = wrapped(df.adapt_while_communicate(of, df.adamw(1e-3), df.topology("base", n)))
+    state, batch = init(PARAMS), torch.ones(1 << 16)
+    state, batch = (state, batch) if n == 1 else (df.stack(state, n), batch.repeat(n, 1))
+    step = step if n == 1 else df.simulate(step, n)
+    state, _ = step(state, batch, 0)
+    assert elements_of(lambda: step(state, batch, 1), "aten::where") < 100
+    bad = batch.clone()
+    bad.view(n, -1)[0, 3] = float("nan")
+    new, metrics = step(state, bad, 1)
+    leaves = [x for x in trees.leaves(new) if x.is_floating_point()]
+    assert all(torch.isfinite(x).all() for x in leaves) and not metrics.loss.isfinite().all()
+    moments = [b.view(n, -1)[0] for b in (*new.local.opt[0].mu, *new.local.opt[0].nu)]
+    before = [b.view(n, -1)[0] for b in (*state.local.opt[0].mu, *state.local.opt[0].nu)]
+    assert all(torch.equal(a, b) for a, b in zip(moments, before, strict=True))

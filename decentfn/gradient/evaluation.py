@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -22,8 +22,8 @@ from decentfn.core.trees import PyTree
 from decentfn.gradient.accumulated import Accumulated, mean_gradient_of, micro_batches, separate
 from decentfn.gradient.by_autograd import ByAutograd, gradient_by_autograd
 from decentfn.gradient.gradient_checks import require_none, ungiven
-from decentfn.gradient.lending import attributes_of, lock_of_module
-from decentfn.gradient.loss import LossFn, refuse_numpy, require_unchanged, takes, tell_eval_mode, unwrapped
+from decentfn.gradient.lending import attributes_of, entries_of, lock_of_module, to_evaluate
+from decentfn.gradient.loss import LossFn, in_mode, refuse_numpy, require_unchanged, takes, tell_eval_mode, unwrapped
 from decentfn.gradient.module import ModuleLoss, ShardedLoss
 from decentfn.gradient.result import Gradient, gradient_of
 from decentfn.gradient.side_channel import SideChannel
@@ -167,6 +167,13 @@ def _evaluate(
     if _depends_on_ungiven(loss, (params, buffers, batch)):
         require_none(ungiven(loss, ()))
     return e
+
+
+@contextmanager
+def lending(loss_fn: ModuleLoss) -> Iterator[Callable[[PyTree, PyTree], Any]]:
+    """Context in which a module is in eval mode, if a metric runs; yields `to_evaluate` of parameters and buffers."""
+    with lock_of_module(loss_fn.module), in_mode(loss_fn.network):
+        yield partial(to_evaluate, loss_fn, entries_of(loss_fn.network, loss_fn._prefix))
 
 
 _WAY_OUT = (

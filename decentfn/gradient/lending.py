@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -122,14 +122,36 @@ def entries_of(module: nn.Module, prefix: str = "") -> list[Entry]:
 
 
 @contextmanager
-def weights(module: nn.Module, tensors: dict[str, Tensor], prefix: str = "") -> Iterator[None]:
-    """Context in which the module has `tensors` as its parameters and buffers, by name, in all places of each.
+def to_evaluate(
+    loss_fn: Any, entries: list[Entry], params: dict[str, Tensor], buffers: dict[str, Tensor]
+) -> Iterator[Callable[[Any], Any]]:
+    """Context in which a module has these weights, with the loss as a function of batches; each finds these buffers."""
+    own = own_by_name(entries)
+    moving = {name: b.clone() for name, b in buffers.items() if name not in loss_fn.frozen}
+    given = loss_fn.require_same(own, {**params, **buffers, **moving})
+    with Lent.beside_weights(loss_fn, entries, given), weights(entries, given):
+        own_now = {id(b) for b in moving.values()}
+        places = [(e.holder, e.key, x) for e in entries if id(x := e.holder[e.key]) in own_now]
+
+        def loss_of(batch: Any) -> Any:
+            for holder, key, value in places:  # a call may assign a buffer
+                holder[key] = value
+            for name, b in moving.items():
+                b.copy_(buffers[name])
+            return loss_fn.of(batch, in_its_mode=True)
+
+        yield loss_of
+    loss_fn.require_in_place(name for name in params if name in given and given[name] is not params[name])
+
+
+@contextmanager
+def weights(entries: list[Entry], tensors: dict[str, Tensor]) -> Iterator[None]:
+    """Context in which a module with these entries has `tensors` as its parameters and buffers, by name, in all places of each.
 
     At the end its own are restored; `tensors` then has the module's replacements. If a block is used twice, the public
     `torch.func.functional_call` restores in the wrong order.
     """
     names: dict[Tensor, str] = {}
-    entries = entries_of(module, prefix)
     for entry in entries:
         if entry.name in tensors and entry.own not in names:
             names[entry.own] = entry.name

@@ -20,7 +20,14 @@ from decentfn.core.formatting import brief
 from decentfn.core.numbers import require
 from decentfn.core.trees import PyTree
 from decentfn.gradient.gradient_checks import copied, frozen_under, listed_parameters, require_apart, require_unlisted
-from decentfn.gradient.lending import Lent, attributes_put_back, entries_of, lock_of_module, own_by_name, weights
+from decentfn.gradient.lending import (
+    Lent,
+    attributes_put_back,
+    entries_of,
+    lock_of_module,
+    own_by_name,
+    weights,
+)
 from decentfn.gradient.loss import in_mode, is_pair, require_criterion, watched
 from decentfn.torch_private import functorch
 from decentfn.torch_private.names import WEIGHTS
@@ -91,18 +98,19 @@ class ModuleLoss:
         else:
             with lock_of_module(self.module):
                 self._require_trained(params)
-                own = self._own()
-                given = self._require_same(own, given)
+                entries = entries_of(self.network, self._prefix)
+                own = own_by_name(entries)
+                given = self.require_same(own, given)
                 self._hooked = _with_hooks(own, params)
                 self._require_no_hooks(params)
                 first = next(iter(params.values()), None)
                 if first is not None and (functorch.is_differentiated(first) or functorch.is_batched(first)):
                     kept = attributes_put_back(self._call, [*self.network.modules()], first.requires_grad)
                 elif context.evaluates and not torch.is_grad_enabled():
-                    kept = Lent.beside_weights(self, entries_of(self.network, self._prefix), given)
+                    kept = Lent.beside_weights(self, entries, given)
                 else:
                     kept = nullcontext()
-                with kept, weights(self.network, given, self._prefix):
+                with kept, weights(entries, given):
                     loss, aux = self.of(batch)
         self.require_in_place(name for name in params if name in given and given[name] is not params[name])
         assigned = {name: x for name, x in given.items() if name in buffers and x is not None and x is not new[name]}
@@ -131,7 +139,7 @@ class ModuleLoss:
         with lock_of_module(self.module):
             self._require_trained(params, is_differentiated=True)
             lent = Lent(self, entries_of(self.network, self._prefix), {**params, **buffers}, buffers)
-            self._require_same(lent.own, {**params, **buffers})
+            self.require_same(lent.own, {**params, **buffers})
             lent.leaves = [lent.own[name] for name in params]
             lent.constant = dict(zip(params, lent.leaves, strict=True))
             for name in self.frozen:
@@ -142,7 +150,7 @@ class ModuleLoss:
     gradient: Callable[[Tensor], Any] = attrgetter("grad")
     """Function that returns the gradient of a parameter of the module."""
 
-    def _require_same(self, own: dict[str, Tensor], given: dict[str, Tensor]) -> dict[str, Tensor]:
+    def require_same(self, own: dict[str, Tensor], given: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the values for the module's own tensors; raise ValueError if its parameters have changed."""
         missing = given.keys() - own.keys()
         if missing:  # a state trained with another criterion also has that one's parameters
@@ -181,10 +189,10 @@ class ModuleLoss:
                 "a gradient that is traced does not call; write df.autograd(loss_fn)."
             )
 
-    def of(self, batch: Any) -> tuple[Tensor, PyTree]:
-        """Return the loss of a batch and its aux, with the module's current weights."""
+    def of(self, batch: Any, in_its_mode: bool = False) -> tuple[Tensor, PyTree]:
+        """Return the loss of a batch and its aux, with the module's current weights and, `in_its_mode`, modes."""
         self.require_batch(batch)
-        with in_mode(self.network):
+        with nullcontext() if in_its_mode else in_mode(self.network):
             return self._of(batch)
 
     def _of(self, batch: Any) -> tuple[Tensor, PyTree]:

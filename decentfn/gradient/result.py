@@ -14,6 +14,7 @@ from decentfn.core.formatting import brief
 from decentfn.core.trees import PyTree
 from decentfn.gradient.loss import LossFn, call, require_graph
 from decentfn.gradient.module import ModuleLoss
+from decentfn.torch_private import functorch
 
 
 class Metrics(NamedTuple):
@@ -61,20 +62,21 @@ class Gradient(NamedTuple):
         """Return the update and the new state; 0 and the old state if the gradient is bad or a leaf has none."""
         if self.used is None and self.good is None:
             return u, opt
-        nothing = each(torch.zeros_like, u)
         if (used := self.used) is not None:
             flags = dict(zip(map(id, used.plan.buckets), used, strict=True))
 
             def stays(new: Buckets, old: Buckets) -> Buckets:  # of all buckets, or of those of a part
                 return where(Buckets([flags[id(plan)] for plan in new.plan.buckets], new.plan), new, old)
 
-            u, opt = where(used, u, nothing), trees.map_nodes(Buckets, stays, opt, old)
-        return self.keep(u, nothing), self.keep(opt, old)
+            u, opt = where(used, u, each(torch.zeros_like, u)), trees.map_nodes(Buckets, stays, opt, old)
+        return self.keep(u, lambda: each(torch.zeros_like, u)), self.keep(opt, old)
 
 
 def where_good(condition: Tensor | None, new: PyTree, old: PyTree) -> PyTree:
-    """Return `new` if the condition (0-d bool) holds or is None, else `old`, leaf by leaf."""
-    return new if condition is None else trees.map(lambda a, b: torch.where(condition, a, b), new, old)
+    """Return `new` if the condition (0-d bool) holds or is None, else `old` (or what it returns), leaf by leaf."""
+    if condition is None or functorch.holds(condition):
+        return new
+    return trees.map(lambda a, b: torch.where(condition, a, b), new, old() if callable(old) else old)
 
 
 def gradient_of(loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree, scale: Tensor | None) -> Gradient:

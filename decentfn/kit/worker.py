@@ -16,7 +16,7 @@ from decentfn.comm import collectives, gossip
 from decentfn.comm.fingerprint import require_equal
 from decentfn.comm.gossip import Posted, collect
 from decentfn.core import trees
-from decentfn.core.buckets import Buckets, all_finite, each, global_norm, is_finite, loose, scale, where
+from decentfn.core.buckets import Buckets, all_finite, each, global_norm, is_finite, known_finite, loose, scale, where
 from decentfn.core.context import context
 from decentfn.core.trees import PyTree
 from decentfn.gradient import DynamicLossScale, Gradient, LossFn, Weight, evaluate, where_good, within_worker_of
@@ -172,7 +172,7 @@ class Worker:
             good, local = common if together else own, local._replace(scale=scaling.advance(scale, common))
         elif together:  # the average leaves the bad ones out, so the result is good
             return g._replace(norm=norm), local
-        grads, counts = where_good(own, g.grads, each(torch.zeros_like, g.grads)), g.good
+        grads, counts = where_good(own, g.grads, lambda: each(torch.zeros_like, g.grads)), g.good
         return g._replace(grads=grads, good=good if counts is None else good & counts, norm=norm), local
 
     def update(
@@ -201,7 +201,7 @@ class Worker:
             )
         u, opt = result
         if context.guarded:
-            u, opt = good_update(u, opt, local.opt, self.optimizer.init(x))
+            u, opt = good_update(u, opt, local.opt, lambda: self.optimizer.init(x))
             if g.good is None:
                 g = g._replace(good=all_finite(direction))
         u, opt = g.move(u, opt, local.opt)
@@ -301,13 +301,15 @@ def _judged(g: Gradient, together: bool) -> tuple[Tensor, Tensor | None]:
     return good, norm
 
 
-def good_update(u: Buckets, opt: PyTree, old: PyTree, first: PyTree) -> tuple[Buckets, PyTree]:
+def good_update(u: Buckets, opt: PyTree, old: PyTree, start: Callable[[], PyTree]) -> tuple[Buckets, PyTree]:
     """Remove infinite and NaN values from an optimizer's update and new state, element by element, and note them.
 
     If the update or any moment of an element is bad, the element is not updated and keeps its moments from the `old`
-    state; if those were bad before, all of them are reset to those of the `first`.
+    state; if those were bad before, all of them are reset to those of the start.
     """
-    shapes = [b.shape for b in u]
+    if collectives.processes_per_worker() == 1 and known_finite([*u, *trees.leaves(opt)]) is not None:
+        return u, opt
+    first, shapes = start(), [b.shape for b in u]
 
     def moments(state: PyTree) -> list[Buckets]:
         found: list[Buckets] = []

@@ -86,6 +86,15 @@ torch.library.register_vmap("decentfn::is_batched", lambda info, dims, x: (_YES,
 torch.library.register_vmap("decentfn::row", lambda info, dims, rows, like: (rows.view_as(rows), 0), lib=_library)
 
 
+def holds(condition: Tensor) -> bool:
+    """Return True if a condition holds, under `vmap` for all workers; also False if to know it, one would trace or wait for a device."""
+    if torch.compiler.is_dynamo_compiling() or condition.device.type != "cpu":
+        return False
+    while is_batched(condition):
+        condition = all_rows(condition, condition)
+    return type(condition) is Tensor and bool(condition.all())
+
+
 def by_worker(leaves: list[Any]) -> list[list[Any]]:
     """Return the leaves of each worker that `vmap` batches here, as plain tensors; one list outside `vmap`."""
     like = next((x for x in leaves if isinstance(x, Tensor) and is_batched(x)), None)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from numbers import Integral
 from typing import Any
 
@@ -20,8 +21,9 @@ from decentfn.core.formatting import brief
 from decentfn.core.trees import PyTree
 from decentfn.engine.simulation import worker
 from decentfn.errors import PeerLost, RunError
+from decentfn.gradient.evaluation import lending
 from decentfn.gradient.loss import WrappedLoss, is_pair, takes
-from decentfn.gradient.module import ShardedLoss
+from decentfn.gradient.module import ModuleLoss, ShardedLoss
 from decentfn.train.consensus import consensus_buffers, consensus_mean, is_stacked, require_sharded_alike, to_evaluate
 from decentfn.train.together import together
 
@@ -141,21 +143,47 @@ def _sums(
     samples: _Count | None,
     is_sharded: bool,
 ) -> list[_Sums]:
-    evaluated: Any = _together(metric) if isinstance(metric, ShardedLoss) else metric
-    totals = [dict[str, Tensor]() for _ in replicas]
-    takes_buffers = replicas[0][1] is not None and takes(metric, 3)
+    totals = [dict[str, tuple[Any, int]]() for _ in replicas]
     sized = ((batch, _size(call, samples, batch)) for batch in batches)
-    with closing(_in_step(call, sized, getattr(metric, "tp_size", 1)) if is_sharded else sized) as rounds:
+    rounds = _in_step(call, sized, getattr(metric, "tp_size", 1)) if is_sharded else sized
+    with closing(rounds), _of_replicas(metric, replicas) as evaluated:
         for batch, size in rounds:
-            context.evaluates = True
-            try:
-                found = [evaluated(x, b, batch) if takes_buffers else evaluated(x, batch) for x, b in replicas]
-            finally:
-                context.evaluates = False
+            with _evaluating():
+                found = [of(batch) for of in evaluated]
             for value, total in zip(found, totals, strict=True):
                 for name, x in _values(call, value).items() if size else ():
-                    total[name] = total.get(name, 0) + size * torch.stack([x, torch.ones_like(x)])
-    return [{name: x.tolist() for name, x in total.items()} for total in totals]
+                    already, seen = total.get(name, (0, 0))
+                    total[name] = already + size * x, seen + size
+    return [{name: [float(x), float(n)] for name, (x, n) in total.items()} for total in totals]
+
+
+@contextmanager
+def _evaluating() -> Iterator[None]:
+    context.evaluates = True
+    try:
+        yield
+    finally:
+        context.evaluates = False
+
+
+@contextmanager
+def _of_replicas(metric: Callable[..., Any], replicas: list[_Replica]) -> Iterator[list[Callable[[Any], Any]]]:
+    """Context with the metric of each replica as a function of batches; a module is lent to one replica once."""
+    if not isinstance(metric, ModuleLoss) or isinstance(metric, ShardedLoss) or replicas[0][1] is None:
+        evaluated: Any = _together(metric) if isinstance(metric, ShardedLoss) else metric
+        takes_buffers = replicas[0][1] is not None and takes(metric, 3)
+        yield [partial(evaluated, x, b) if takes_buffers else partial(evaluated, x) for x, b in replicas]
+        return
+
+    def one(x: PyTree, b: PyTree, batch: Any) -> Any:
+        with lend(x, b) as loss_of:
+            return loss_of(batch)
+
+    with ExitStack() as stack:
+        with _evaluating():
+            lend = stack.enter_context(lending(metric))
+        alone = len(replicas) == 1
+        yield [stack.enter_context(lend(*r)) if alone else partial(one, *r) for r in replicas]
 
 
 def _together(metric: ShardedLoss) -> Callable[..., Any]:
@@ -234,15 +262,17 @@ def _size(call: str, samples: _Count | None, batch: Any) -> int:
                 f"{call}(samples): it returned {brief(size)}; a batch's number of samples is an integer >= 0."
             )
         return int(size)
-    named = [(name, x) for name, x in trees.named_leaves(trees.plain(batch)) if isinstance(x, torch.Tensor) and x.dim()]
-    if len({len(x) for _, x in named}) != 1:
+    batch = trees.plain(batch)
+    sizes = {len(x) for x in trees.leaves(batch) if isinstance(x, torch.Tensor) and x.dim()}
+    if len(sizes) != 1:
+        named = [(name, x) for name, x in trees.named_leaves(batch) if isinstance(x, torch.Tensor) and x.dim()]
         shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in named)
         raise ValueError(
             f"{call}(batches): the samples of {brief(batch)} cannot be counted by the first axis of its tensors "
             f"({shapes}); count them, samples=lambda batch: len(...), or remove tensors without an axis of samples "
             "from the batch of one worker."
         )
-    return len(named[0][1])
+    return sizes.pop()
 
 
 def _values(call: str, value: Any) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from decentfn.comm import collectives
 from decentfn.core import trees
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import checks_numbers
-from decentfn.gradient.lending import lock_of_module, weights
+from decentfn.gradient.lending import entries_of, lock_of_module, weights
 from decentfn.kit.state import State
 from decentfn.train.consensus import (
     buffers,
@@ -53,7 +53,7 @@ def state_dict(module: nn.Module, state: State, *, consensus: bool = False) -> d
     tensors = _named("state_dict(module, state)", module, *own)
     if collectives.is_sharded(module):
         return _gathered(module, tensors)
-    with lock_of_module(module), weights(module, _without_criterion(module, tensors)):
+    with lock_of_module(module), weights(entries_of(module), _without_criterion(module, tensors)):
         named = module.state_dict()
     return {name: x.detach().clone() if isinstance(x, torch.Tensor) else x for name, x in named.items()}
 
@@ -165,7 +165,7 @@ def _require_no_prefix(own: Mapping[str, Any], state_dict: Mapping[str, Any]) ->
 
 def _load(module: nn.Module, tensors: dict[str, Tensor], state_dict: Mapping[str, Any]) -> None:
     _require_no_prefix(module.state_dict(), state_dict)
-    with torch.no_grad(), lock_of_module(module), weights(module, _without_criterion(module, tensors)):
+    with torch.no_grad(), lock_of_module(module), weights(entries_of(module), _without_criterion(module, tensors)):
         module.load_state_dict(state_dict, strict=True)
 
 

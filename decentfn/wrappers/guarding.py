@@ -12,7 +12,7 @@ from torch import Tensor
 from decentfn.comm import collectives, gossip
 from decentfn.comm.fingerprint import agree, describe
 from decentfn.core import trees
-from decentfn.core.buckets import Buckets, everywhere_within_worker, is_finite
+from decentfn.core.buckets import Buckets, everywhere_within_worker, is_finite, known_finite
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import checks_numbers
 from decentfn.core.trees import PyTree
@@ -120,6 +120,8 @@ def _any(claims: Sequence[Tensor], like: Tensor) -> Tensor:
 
 def _finite(new: State, old: State) -> State:
     """Return the new state; bad elements keep their old value, and memory restarts if that is bad too."""
+    if known_finite(trees.leaves((new.params, new.local.buffers, new.memory))) is not None:
+        return new
     memory = new.memory
     first = memory.restart(new.params) if hasattr(memory, "restart") else memory
 

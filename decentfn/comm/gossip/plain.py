@@ -13,11 +13,12 @@ from torch import Tensor
 
 from decentfn.comm import collectives
 from decentfn.comm.gossip import guarding
-from decentfn.core.buckets import Buckets, cast_like, is_finite, where, wide
+from decentfn.core.buckets import Buckets, cast_like, is_finite, known_finite, where, wide
 from decentfn.core.context import context
 from decentfn.core.scalars import rounded
 from decentfn.optim.transforms import MixContext
 from decentfn.topologies import Topology
+from decentfn.torch_private import functorch
 
 
 class Posted(NamedTuple):
@@ -268,7 +269,7 @@ def _weighted_sum(posted: Posted, index: int) -> Tensor:
     own = posted.sent[index]
     dtype = wide(own.dtype)
     x, kept = own.to(dtype), posted.row.weights[0].to(dtype)
-    if posted.flags is not None:
+    if posted.flags is not None and not functorch.holds(posted.flags.own):
         x = torch.where(posted.flags.own, x, torch.zeros_like(x))
     pairs = _weighted(posted, index, own_gamma(posted, 1.0), dtype)
     return sum((weight * message for weight, message in pairs), kept * x)
@@ -281,12 +282,10 @@ def _mixed(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
     if not pairs and posted.flags is None:
         return own.clone()
     x, sent = own.to(dtype), posted.sent[index].to(dtype)
-    if posted.flags is not None:
+    if posted.flags is not None and not functorch.holds(posted.flags.own):
         in_place_of_bad = row.weights[0].to(dtype)  # 0, or NaN if no good message arrived
         x, sent = (torch.where(posted.flags.own, values, in_place_of_bad) for values in (x, sent))
-    before, moves = x, is_finite(x)  # an infinite value stays, also where all have it: inf - inf is NaN
-    if isinstance(gamma, Tensor):
-        moves = moves & (gamma != 0)
+    before = x
     if posted.means and posted.sent[index] is own:
         weight, mean = pairs.pop()
         x = mean + (1.0 - weight) * (x - mean)  # with weight 1 the mean itself, the same on all workers
@@ -299,7 +298,11 @@ def _mixed(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
         terms += [-weight * sent for weight in (given * gamma).to(dtype).unbind()]
         if posted.means and posted.sent[index] is not own:  # of a group's mean, the last of the pairs, too
             terms.append(-pairs[-1][0] * sent)
-    return torch.where(moves, x + sum(terms[1:], terms[0]) if terms else x, before).to(own.dtype)
+    mixed = x + sum(terms[1:], terms[0]) if terms else x
+    if (not isinstance(gamma, Tensor) or functorch.holds(gamma != 0)) and known_finite([before]) is not None:
+        return own.clone() if mixed is own else mixed.to(own.dtype)
+    moves = is_finite(before)  # an infinite value stays, also where all have it: inf - inf is NaN
+    return torch.where(moves & (gamma != 0) if isinstance(gamma, Tensor) else moves, mixed, before).to(own.dtype)
 
 
 def _given(row: collectives.Row) -> Tensor | None:
@@ -320,7 +323,9 @@ def _moved(posted: Posted, index: int, gamma: float | Tensor, exact: bool = Fals
             term = coarse(posted, term, _spacing(sent, message, posted.own.plan.buckets[index].dtype))
         terms.append(term if exact or posted.sent[index] is own else coarse(posted, term))
     total = sum(terms, torch.zeros_like(sent))
-    return total if posted.flags is None else torch.where(posted.flags.own, total, torch.zeros_like(total))
+    if posted.flags is None or functorch.holds(posted.flags.own):
+        return total
+    return torch.where(posted.flags.own, total, torch.zeros_like(total))
 
 
 def _spacing(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -11,6 +11,7 @@ from decentfn.core.buckets.arithmetic import (
     everywhere_within_worker,
     global_norm,
     is_finite,
+    known_finite,
     mean_within_worker,
     multiply,
     rows_of,
