@@ -131,7 +131,7 @@ def _finite(new: State, old: State) -> State:
     return State(
         Buckets(stays(list(new.params), list(old.params)), new.params.plan),
         new.local._replace(buffers=stays(new.local.buffers, old.local.buffers)),
-        trees.map(finite_or, memory, old.memory, first),
+        trees.map(lambda n, o, f: n if n is o else finite_or(n, o, f), memory, old.memory, first),  # `kit.rests`
     )
 
 
