@@ -18,6 +18,7 @@ import torch
 import decentfn as df
 from decentfn.comm.collectives import World, use, world
 from decentfn.core import trees
+from decentfn.elastic.generation import generation_of
 from decentfn.elastic.joining import wait_for_run
 from decentfn.testing import mean_is_preserved, on_ranks
 from tests.contract import ROWS
@@ -127,7 +128,7 @@ def survived(build, n, deaths=None, *, local=1, equal=False, joins=None, batch=N
                 raise TimeoutError("nobody has joined")
             seen[t] = state
             state, _ = step(state, given(t), t)
-            if end is None and (n in world().hooks.members.seats or failed):
+            if end is None and (n in generation_of(world()).members.seats or failed):
                 end = max(t, last) + AFTER
             t += 1
             time.sleep(0.001 if joins is not None else 0)

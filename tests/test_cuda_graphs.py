@@ -15,9 +15,8 @@ from tests import contract, devices, tape
 
 
 def recorded(step):
-    return replace(
-        step, run=cuda_graphs.replayed(tape.in_place(step), lambda: tape.record), is_compiled=True, is_donated=True
-    )
+    run = cuda_graphs.replayed(tape.in_place(step), lambda: tape.record)
+    return step.transformed("donate").transformed("compile", run=run)
 
 
 def trained(step, state, batches):

@@ -110,7 +110,7 @@ def compare(
         PlanMismatch: on every rank, naming the first rank and line that differ from most, and the `rule`.
     """
     world = collectives.everyone()
-    size, here = world.processes_per_worker, world.rank
+    size, here = world.identity.processes_per_worker, world.identity.rank
     with collectives.calling(call):
         told = collectives.gather_objects([lines, list(of_part), list(of_tp_group)], world)
     groups = [[(rank, told[rank][0]) for rank in range(len(told))]]
@@ -158,7 +158,7 @@ _RULE = "replicas must start equal: `params, buffers = df.broadcast((params, buf
 
 def require_equal(call: str, tree: PyTree, rule: str = _RULE) -> None:
     """Raise ValueError on every rank unless all hold the same tree, bit for bit. Collective."""
-    if collectives.world().size > 1:
+    if collectives.world().identity.size > 1:
         lines = [_with_digest(name, leaf) for name, leaf in trees.named_leaves(tree)]
         compare(call, [], rule, lines)
 

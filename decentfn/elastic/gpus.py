@@ -115,19 +115,19 @@ def abort(groups: Iterable[dist.ProcessGroup]) -> None:
             _log.error("NCCL does not end its kernels: %s", brief_error(error))
 
 
-def watch(of: weakref.ref[Any]) -> None:
+def watch(of: weakref.ref[Any], require_present: Callable[[Any], None]) -> None:
     """Start a thread that hangs up for a world whose step is blocked by a loss, or for longer than its timeout."""
 
     def run() -> None:
         seen, since = None, 0.0
         while (here := of()) is not None:
             session, now = here.session, time.monotonic()
-            step = (here.hooks.changes, session.at) if session.is_running else None
+            step = (here.changes, session.at) if session.is_running else None
             if step != seen:
                 seen, since = step, now
             if step is not None and not here.channels.has_hung_up:
                 try:
-                    here.hooks.require_present()
+                    require_present(here)
                     is_late = now - since > here.channels.longest_wait.total_seconds()
                 except RuntimeError:
                     is_late = True

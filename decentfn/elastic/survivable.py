@@ -37,7 +37,7 @@ def require_kind(here: World) -> None:
 
 def require_schedule(here: World, step: Step) -> None:
     """Raise ValueError if the algorithm accepts no schedule without one of the processes."""
-    if step.topology is None or here.identity.size_at_start == 1 or here.hooks.changes:
+    if step.topology is None or here.identity.size_at_start == 1 or here.changes:
         return
     n = step.topology.num_workers
     try:
@@ -52,7 +52,7 @@ def require_schedule(here: World, step: Step) -> None:
 def require_survivable(here: World) -> None:
     """Raise ValueError if another step of this run survives."""
     require_kind(here)
-    if not here.hooks.loss_is_final:
+    if not here.loss_is_final:
         raise ValueError(
             "survive(step): another step of this run survives already, and the workers would go back to the last call of either; "
             "call df.survive once."

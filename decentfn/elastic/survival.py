@@ -120,7 +120,7 @@ def join(step: Step, state: Any, batch: PyTree) -> tuple[Any, int]:
 
 
 def _require_pure(step: Step) -> None:
-    if step.is_donated:
+    if step.had("donate"):
         raise ValueError(
             "survive(step): a donated step overwrites the state that the workers may have to go back to; "
             "df.compile(step, donate=False), or without df.donate."
@@ -191,7 +191,7 @@ class _Survivor:
                 process=here.rank,
             ) from error
         if generation_of(here).polls:
-            gpus.watch(weakref.ref(here))
+            gpus.watch(weakref.ref(here), lambda here: generation_of(here).require_present())
 
     def _open_door(self, seat: int) -> None:
         """Let others see that this process exists."""

@@ -102,4 +102,5 @@ def _gradient_alone(step: Step, state: Any) -> Callable[..., PyTree]:
     def one(x: list[Tensor], buffers: PyTree, batch: PyTree) -> tuple[Tensor, ...]:
         return evaluate(loss_fn, Buckets(x, plan), buffers, batch, t).grads.tensors
 
-    return one if step.simulated is None else partial(over_workers, one, step.simulated)
+    simulated = step.had("simulate")
+    return one if simulated is None or simulated.size is None else partial(over_workers, one, simulated.size)

@@ -7,7 +7,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from types import FunctionType
 from typing import Any, Literal
 
@@ -146,7 +145,8 @@ def compile(
         return (state, result) if donate else result
 
     run_or_replay = run if mode is None else replayed(run, cuda_recorder)
-    return replace(step, run=run_or_replay, is_compiled=True, is_donated=donate)
+    made = step.transformed("donate") if donate else step
+    return made.transformed("compile", run=run_or_replay)
 
 
 class _Progress:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,7 +56,7 @@ def donate(step: Step | Callable[..., Any]) -> Step:
             give_back_freed_memory()
         return state, metrics
 
-    return replace(step, finish=finish, is_donated=True)
+    return step.transformed("donate", finish=finish)
 
 
 def require_layout(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -72,7 +71,7 @@ def simulate(step: Step | Callable[..., Any], num_workers: int, *, chunk_size: i
         assert step.check is not None
         step.check(trees.map(lambda leaf: leaf[0], state), its_batch, t)
 
-    return replace(step, run=run, check=None if step.check is None else check, simulated=num_workers)
+    return step.transformed("simulate", num_workers, run=run, check=None if step.check is None else check)
 
 
 @checks_numbers

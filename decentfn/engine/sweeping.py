@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,7 +46,7 @@ def sweep(step: Step, num_runs: int) -> Step:
     >>> df.params(df.worker(states, 1)).tolist()
     [[1.0], [1.0], [1.0], [1.0]]
     """
-    if not isinstance(step, Step) or step.simulated is None:
+    if not isinstance(step, Step) or not step.had("simulate"):
         raise ValueError(f"sweep({brief(step)}): expected a simulated step, df.sweep(df.simulate(step, N), R).")
     step = Step.of(step, "sweep", refuse=("compile", "donate", "sweep"))
     if step.is_by_autograd:
@@ -76,7 +75,7 @@ def sweep(step: Step, num_runs: int) -> Step:
             state, batch = trees.map(lambda leaf, r=r: leaf[r], (states, trees.plain(batches)))
             step.check(state, batch, t)
 
-    return replace(step, run=run, check=None if step.check is None else check, num_runs=num_runs)
+    return step.transformed("sweep", num_runs, run=run, check=None if step.check is None else check)
 
 
 def stack_runs(runs: Sequence[PyTree]) -> PyTree:

@@ -93,7 +93,7 @@ def backward(
     plan, is_first, tp_size = form.plan, not form.is_tried, getattr(loss_fn, "tp_size", 1)
     if is_first and tp_size > 1:
         _require_one_batch(batch, tp_size)
-    place = worker if here.processes_per_worker == 1 else here.all_processes.rank // tp_size * tp_size
+    place = worker if here.identity.processes_per_worker == 1 else here.all_processes.rank // tp_size * tp_size
     # Sums of gradients in a narrow dtype would lose small terms.
     adds_in_place = not many or all(wide(b.dtype) == b.dtype for b in params)
     sums: list[Tensor] = []

@@ -188,7 +188,7 @@ def _kernel(
     form = loss_fn.layouts[layout]
     with loss_fn.lock:
         if not workers:
-            one = backward(loss_fn.loss_fn, form, many, int(t), here, here.rank, scale, params, buffers, data)
+            one = backward(loss_fn.loss_fn, form, many, int(t), here, here.identity.rank, scale, params, buffers, data)
             ones, loss, aux, grads, new = [one], one.loss, one.aux, one.grads, one.buffers
         else:
             batches = batches_of(data, workers)
@@ -197,7 +197,7 @@ def _kernel(
                 its_scale = None if scale is None else scale[i]
                 given = its_scale, [b[i] for b in params], [b[i] for b in buffers], batches[i]
                 with loss_fn.apart.of(loss_fn.loss_fn, i):
-                    one = backward(loss_fn.loss_fn, form, many, int(t), here, here.rank * workers + i, *given)
+                    one = backward(loss_fn.loss_fn, form, many, int(t), here, here.identity.rank * workers + i, *given)
                 for rows, row in zip(grads, one.grads, strict=True):
                     rows[i] = row
                 ones.append(one._replace(grads=[]))

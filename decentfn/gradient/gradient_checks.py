@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from decentfn.comm import collectives
+from decentfn import sharded
 from decentfn.core import trees
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import require
@@ -81,7 +81,7 @@ def copied(call: str, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Copy parameters and their Python attributes; raise ValueError if a trained one is of a class of its own."""
     own: dict[str, Tensor] = {}
     for name, p in named:
-        x = collectives.local(p)
+        x = sharded.local(p)
         rule = (
             f"the parameter {name!r} is a {type(x).__module__}.{type(x).__name__}; optimizers and averages see plain tensors, so it "
             "would leave what its class keeps, such as a manifold. Compute it in forward from an nn.Parameter (torch.nn.utils."

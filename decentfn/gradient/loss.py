@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from decentfn.comm import collectives
+from decentfn import sharded
 from decentfn.comm.fingerprint import as_bytes, digest
 from decentfn.core import trees
 from decentfn.core.context import context
@@ -43,7 +43,7 @@ def tell_eval_mode(module: nn.Module) -> None:
 
 def watched(loss_fn: Any) -> Any:
     """Return a module's loss that remembers the module's tensors as they are now, until a first step."""
-    loss_fn.watch = {name: (_stamp(x), _sample(collectives.local(x))) for name, x in _tensors(loss_fn).items()}
+    loss_fn.watch = {name: (_stamp(x), _sample(sharded.local(x))) for name, x in _tensors(loss_fn).items()}
     return loss_fn
 
 
@@ -58,7 +58,7 @@ def require_unchanged(call: str, loss_fn: Any, params: PyTree, buffers: PyTree) 
         for name, p in _tensors(loss_fn).items():
             if name not in copies or p.is_meta or not p.numel() or watch[name][0] == _stamp(p) is not None:
                 continue  # or its memory was freed
-            x, copy = collectives.local(p), copies[name]
+            x, copy = sharded.local(p), copies[name]
             if x.dtype != copy.dtype or copy.is_meta or not torch.equal(as_bytes(x).to(copy.device), as_bytes(copy)):
                 raise ValueError(
                     f"{call}: {name!r} of the module has changed since df.functional copied it, and training would start from the older "
@@ -77,12 +77,12 @@ def constants(loss_fn: LossFn, buffers: PyTree) -> dict[str, Tensor]:
 
 def _tensors(loss_fn: Any) -> dict[str, Tensor]:
     """Return a module's plain tensors by name, without the running statistics, which its calls in train mode move."""
-    if collectives.is_sharded(loss_fn.module):
-        collectives.own_shards(loss_fn.module)
+    if sharded.is_sharded(loss_fn.module):
+        sharded.own_shards(loss_fn.module)
     norms = [m for m in loss_fn.network.modules() if m.training and hasattr(m, "track_running_stats")]
     moved = {id(b) for m in norms for b in m.buffers(recurse=False)}
     own = loss_fn._own().items()
-    return {n: x for n, x in own if id(x) not in moved and type(collectives.local(x)) in (Tensor, nn.Parameter)}
+    return {n: x for n, x in own if id(x) not in moved and type(sharded.local(x)) in (Tensor, nn.Parameter)}
 
 
 def _sample(x: Tensor) -> str:

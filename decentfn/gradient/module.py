@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from decentfn.comm import collectives
+from decentfn import sharded
 from decentfn.core import trees
 from decentfn.core.buckets import Places
 from decentfn.core.context import context
@@ -281,11 +281,11 @@ class ShardedLoss(ModuleLoss):
         They stay in the module, which has its own storage for them; its buffers are restored.
         """
         with lock_of_module(self.module):
-            collectives.own_shards(self.module)
+            sharded.own_shards(self.module)
             own = dict(self.module.named_parameters())
             with torch.no_grad():
                 for name, p in own.items():
-                    collectives.local(p).copy_(params[name] if name in params else buffers[name])
+                    sharded.local(p).copy_(params[name] if name in params else buffers[name])
                     p.grad = None
             others = {name: b for name, b in buffers.items() if name not in self.frozen}
             entries = [
@@ -302,7 +302,7 @@ class ShardedLoss(ModuleLoss):
         """Return this process's shard of the gradient of a parameter of the module."""
         if p.grad is None:
             return None
-        shard = collectives.placed_like(p.grad, cast(nn.Parameter, p))
+        shard = sharded.placed_like(p.grad, cast(nn.Parameter, p))
         # The shards of all parameters are stored one after another.
         return shard if shard.untyped_storage().nbytes() == shard.nbytes else shard.clone()
 
@@ -369,9 +369,9 @@ def functional(
     """
     require(isinstance(module, nn.Module), "functional", "expected an nn.Module.", module=module)
     require_criterion(criterion, forward)
-    collectives.require_unwrapped(module)
-    is_sharded = collectives.is_sharded(module)
-    common, tp_size = collectives.require_parts(module) if is_sharded else (frozenset(), 1)
+    sharded.require_unwrapped(module)
+    is_sharded = sharded.is_sharded(module)
+    common, tp_size = sharded.require_parts(module) if is_sharded else (frozenset(), 1)
     call, network = f"functional({type(module).__name__})", module
     if isinstance(criterion, nn.Module) and any(p.requires_grad for p in criterion.parameters()):
         network = _Pair(module, criterion)
@@ -392,7 +392,7 @@ def functional(
     sparse = [name for name, b in named_buffers if b.layout != torch.strided]
     rule = f"the buffers {brief(sparse)} are sparse, and a state holds dense tensors; keep them as plain attributes of the module,"
     require(not sparse, call, f"{rule} which all workers share.")
-    require_apart(call, {name: collectives.local(x) for name, x in (*named, *named_buffers)})
+    require_apart(call, {name: sharded.local(x) for name, x in (*named, *named_buffers)})
     own = copied(call, named)
     trainable = {name: own[name] for name, p in named if p.requires_grad}
     frozen = {name: own[name] for name in own if name not in trainable}
@@ -403,6 +403,6 @@ def functional(
     kind = ShardedLoss if is_sharded else ModuleLoss
     loss_fn = kind(module, criterion, forward, network, trainable, buffers, frozenset(frozen) - moved)
     if isinstance(loss_fn, ShardedLoss):
-        loss_fn.places = collectives.places(module)
+        loss_fn.places = sharded.places(module)
         loss_fn.common, loss_fn.tp_size = common, tp_size
     return trainable, buffers, watched(loss_fn)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from decentfn import sharded
 from decentfn.comm import collectives
 from decentfn.comm.fingerprint import agree, compare, digest, fingerprint
 from decentfn.core import trees
@@ -49,7 +50,7 @@ def lay_out(
     agree(fingerprint(x.plan, topologies[0], device, masks), x.plan.describe())
     if within_worker.processes > 1:
         _require_equal_within_worker(params, within_worker)
-        collectives.within_worker.make_tp_groups(within_worker.tp_size)
+        sharded.make_tp_groups(within_worker.tp_size)
     for topology in topologies:
         if topology.groups is not None:
             collectives.make_groups(topology.groups)

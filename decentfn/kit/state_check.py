@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from decentfn.comm import collectives
 from decentfn.core import trees
 from decentfn.core.buckets import Buckets, without_values
 from decentfn.core.formatting import brief
@@ -46,7 +45,6 @@ class StateCheck:
             order = "; the batch comes second" if is_state(batch) else ", from init(params)"
             raise ValueError(f"{CALL}: its first argument is a {type(state).__name__}, not a training state{order}.")
         x = state.params
-        collectives.require_workers_of(x.plan.processes)
         if x[0].dim() == 2:
             n = x[0].shape[0]
             raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -26,11 +26,32 @@ from decentfn.topologies import Topology
 from decentfn.torch_private import functorch
 
 
+class Transform(NamedTuple):
+    """Transform or wrapper that made a step."""
+
+    name: str
+    """Of its function: compile, donate, simulate, sweep; guard, average_buffers."""
+    size: int | None = None
+    """Number of workers simulated, or of runs swept."""
+
+
+_OF_STEPS = ("compile", "donate", "sweep", "simulate")
+
+
 @dataclass(frozen=True, eq=False)
 class Step:
     """Function `(state, batch, t) -> (state, metrics)`, pure unless it is donated.
 
-    Transforms use `dataclasses.replace`: `df.simulate`, `df.donate`, `df.compile` and the wrappers return a new step.
+    What a call runs, in this order:
+
+    1. `check`, in the first call with a layout of the state: `StateCheck.check` (`kit/state_check.py`), within
+       `df.simulate`'s and `df.guard`'s.
+    2. `run`, between the hooks of `collectives.whole_step`: the function under `@kit.algorithm`, as `Worker.algorithm` got
+       it; `df.simulate` batches it (`engine/simulation.py`), `df.compile` compiles it (`engine/compilation.py`, `run`).
+    3. `watch`: `df.guard`'s, which stops a run of bad steps.
+    4. `finish`: `df.donate`'s, which writes the new state over the old one.
+
+    Transforms return another step (`transformed`): `df.simulate`, `df.donate`, `df.compile` and the wrappers.
     """
 
     run: Callable[[Any, PyTree, Tensor], tuple[Any, Any]] = field(repr=False)
@@ -50,18 +71,12 @@ class Step:
     """The algorithm's; None for a plain function."""
     schedules: tuple[Topology, ...] = field(default=(), repr=False)
     """Schedules of `kit.rests`: what serves their rounds is left out of a step in which all of them rest."""
-    simulated: int | None = None
-    """Number of simulated workers; None for a single worker."""
-    num_runs: int | None = None
-    """Number of simulated runs at once (`df.sweep`); None for one run."""
+    transforms: tuple[Transform, ...] = ()
+    """Transforms and wrappers that made the step, the last one last."""
     starts_equal: bool = False
     """True if all workers must start with the same parameters."""
     pushes_sum: bool = False
     """True if it corrects column-stochastic mixing by push-sum's weight."""
-    averages_buffers: bool = False
-    is_guarded: bool = False
-    is_donated: bool = False
-    is_compiled: bool = False
     _known: WeakValueDictionary[Any, Plan] = field(default_factory=WeakValueDictionary, init=False, repr=False)
     """Plans of the checked states, by plan id, number of bucket dimensions and structure."""
     _has_warned: list[bool] = field(default_factory=list, init=False, repr=False)
@@ -71,7 +86,7 @@ class Step:
     def of(cls, function: Callable[..., Any], call: str = "Algorithm", *, refuse: Sequence[str] = ()) -> Step:
         """Return a step itself, or a plain function as one; raise ValueError if one of these transforms was applied."""
         if isinstance(function, Step):
-            if done := [name for name in function.transforms if name in refuse]:
+            if done := [name for name in _OF_STEPS if name in refuse and function.had(name)]:
                 raise ValueError(
                     f"{call}({done[0]}(step)): the order is df.compile(df.sweep(df.simulate(step, N), R)), each at most once; "
                     "df.compile donates by itself, and df.donate is for a step that is not compiled."
@@ -94,11 +109,15 @@ class Step:
             except ValueError:
                 require_order(state, batch, t)
                 raise
+            if type(t) is int and type(step_number) is Tensor:
+                number = t
+            else:
+                number = None if functorch.has_no_value(step_number) else int(step_number)
             x = getattr(state, "params", None)
             key = None
             if isinstance(x, Buckets):
                 key = id(x.plan), x.tensors[0].dim(), hash(trees.flatten(state)[1])
-                if self.is_donated and x.tensors[0].is_inference() and not torch.is_inference_mode_enabled():
+                if self._donates and x.tensors[0].is_inference() and not torch.is_inference_mode_enabled():
                     raise ValueError(
                         "step(state, batch, t): the state was made under torch.inference_mode, and a donated step cannot write over it; "
                         "copy it outside, copy.deepcopy(state), or make it there."
@@ -106,27 +125,26 @@ class Step:
                 if x.plan.processes > 1:
                     collectives.require_workers_of(x.plan.processes)
             is_known = self.check is None or key in self._known
-            result = (self._run_whole if is_known else self._check_and_run)(state, batch, step_number)
-            if not is_known and isinstance(x, Buckets):
-                self._known[key] = x.plan
+            result = (self._run if is_known else self._check_and_run)(state, batch, step_number, number)
+            if not is_known:
+                self._known[key] = state.params.plan
         return result if self.finish is None else self.finish(state, *result)
 
-    def _check_and_run(self, state: Any, batch: PyTree, t: Tensor) -> tuple[Any, Any]:
+    def _check_and_run(self, state: Any, batch: PyTree, t: Tensor, number: int | None) -> tuple[Any, Any]:
         """Run the step with a state that has not been checked yet."""
         assert self.check is not None
         self.check(state, batch, t)
-        if self.schedules and self.simulated is None and not functorch.has_no_value(state.params.tensors[0]):
+        if self.schedules and not self.had("simulate") and not functorch.has_no_value(state.params.tensors[0]):
             collectives.look_up(state.params.tensors[0], self.schedules[0], t)  # raises if workers are missing
         with nullcontext() if self._overwrites else left_alone(state):
-            result = self._run_whole(state, batch, t)
+            result = self._run(state, batch, t, number)
         require_result(state, result)
         return result
 
-    def _run_whole(self, state: Any, batch: PyTree, t: Tensor) -> tuple[Any, Any]:
+    def _run(self, state: Any, batch: PyTree, t: Tensor, number: int | None) -> tuple[Any, Any]:
         """Run the step with all of its messages; its draws follow from torch's seed, `t` and the worker."""
-        if functorch.has_no_value(t):
+        if number is None:
             return self.run(state, batch, t)
-        number = int(t)
         x = getattr(state, "params", None)
         last = getattr(x, "taken_at", None)
         if last is not None and number != last + 1:
@@ -143,13 +161,8 @@ class Step:
         if self.watch is not None:
             self.watch(result[0], t, self._overwrites)
         if isinstance(x, Buckets):
-            if self.is_donated:
-                x.taken_at = number
-            elif (
-                isinstance(result, tuple)
-                and isinstance(new := getattr(result[0], "params", x), Buckets)
-                and new is not x
-            ):
+            new = x if self._donates or not isinstance(result, tuple) else getattr(result[0], "params", x)
+            if isinstance(new, Buckets) and (self._donates or new is not x):
                 new.taken_at = number
         return result
 
@@ -169,16 +182,16 @@ class Step:
                 stacklevel=4,
             )
 
-    @property
-    def transforms(self) -> list[str]:
-        """Names of the transforms that made the step, the last one first."""
-        applied = {
-            "compile": self.is_compiled,
-            "donate": self.is_donated,
-            "sweep": self.num_runs is not None,
-            "simulate": self.simulated is not None,
-        }
-        return [name for name in applied if applied[name]]
+    def transformed(self, by: str, size: int | None = None, **changes: Any) -> Step:
+        """Return the step that a transform of this name has made."""
+        return replace(self, transforms=(*self.transforms, Transform(by, size)), **changes)
+
+    def had(self, name: str) -> Transform | None:
+        """Return the transform of this name that made the step, or None."""
+        for one in self.transforms:
+            if one.name == name:
+                return one
+        return None
 
     @property
     def num_workers(self) -> int | None:
@@ -191,8 +204,12 @@ class Step:
         return self.loss_fn is not None and is_by_autograd(self.loss_fn)
 
     @cached_property
+    def _donates(self) -> bool:
+        return self.had("donate") is not None
+
+    @cached_property
     def _overwrites(self) -> bool:
-        return self.is_compiled and self.is_donated
+        return self._donates and self.had("compile") is not None
 
 
 class _Pair(NamedTuple):
@@ -240,7 +257,7 @@ def require_algorithm(call: str, algorithm: Any) -> None:
 def require_bare(call: str, algorithm: Any) -> None:
     """Raise ValueError, naming the argument of `call`, if the step is simulated, donated or compiled already."""
     require_algorithm(call, algorithm)
-    if done := algorithm.step.transforms:
+    if done := [name for name in _OF_STEPS if algorithm.step.had(name)]:
         raise ValueError(
             f"{call}(Algorithm(init, {done[0]}(step))): a wrapper changes the step of one worker; wrap the algorithm first, and "
             f"df.{done[0]} the result's step."

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from decentfn import sharded
 from decentfn.comm import collectives
 from decentfn.comm.fingerprint import digest
 from decentfn.core import trees
@@ -193,7 +194,7 @@ def _together(metric: ShardedLoss) -> Callable[..., Any]:
         try:
             return metric(*arguments)
         except Exception as error:
-            collectives.leave(metric.module)
+            sharded.leave(metric.module)
             if not collectives.is_lost(error):
                 raise
             here = collectives.everyone().rank

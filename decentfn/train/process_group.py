@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from decentfn import sharded
 from decentfn.comm import collectives
 from decentfn.comm.collectives import World
 from decentfn.core.formatting import brief
@@ -118,7 +119,7 @@ def init(
     if processes_per_worker is not None:
         size = _processes_per_worker(processes_per_worker, world)
         if size != world.processes_per_worker:
-            world = collectives.split_workers(size)
+            world = sharded.split_workers(size)
     if world.device.type == "cpu":
         keep_freed_memory()
     return world

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from decentfn import sharded
 from decentfn.comm import collectives
 from decentfn.core import trees
 from decentfn.core.formatting import brief
@@ -48,10 +49,10 @@ def state_dict(module: nn.Module, state: State, *, consensus: bool = False) -> d
             "state_dict(module, state): the state is stacked; take one worker's, df.worker(state, i), or the mean of "
             "all, consensus=True."
         )
-    require_sharded_alike("state_dict(module, state)", state.params.plan, is_sharded=collectives.is_sharded(module))
+    require_sharded_alike("state_dict(module, state)", state.params.plan, is_sharded=sharded.is_sharded(module))
     own = (consensus_mean(state), consensus_buffers(state)) if consensus else (params(state), buffers(state))
     tensors = _named("state_dict(module, state)", module, *own)
-    if collectives.is_sharded(module):
+    if sharded.is_sharded(module):
         return _gathered(module, tensors)
     with lock_of_module(module), weights(entries_of(module), _without_criterion(module, tensors)):
         named = module.state_dict()
@@ -60,9 +61,9 @@ def state_dict(module: nn.Module, state: State, *, consensus: bool = False) -> d
 
 def _gathered(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Gather the state dict of a sharded module on process 0 of the worker; the others get {}. Collective."""
-    collectives.own_shards(module)
+    sharded.own_shards(module)
     parameters = dict(module.named_parameters())
-    unsharded = collectives.unsharded((p, tensors[name]) for name, p in parameters.items())
+    unsharded = sharded.unsharded((p, tensors[name]) for name, p in parameters.items())
     values: dict[int, Any] = {id(b): tensors[name].detach().clone() for name, b in module.named_buffers()}
     values |= {id(p): one for p, one in zip(parameters.values(), unsharded, strict=True)}
     if collectives.everyone().process:
@@ -92,7 +93,7 @@ def load_state_dict(module: nn.Module, state: State, state_dict: Mapping[str, An
             "load_state_dict(module, state, state_dict): the state is stacked; df.stack(df.load_state_dict(module, "
             "one, ...), N) of one worker's."
         )
-    is_sharded = collectives.is_sharded(module)
+    is_sharded = sharded.is_sharded(module)
     require_sharded_alike("load_state_dict(module, state, state_dict)", state.params.plan, is_sharded=is_sharded)
     state_dict = _with_every_name(module, state_dict)
     x, b = params(state), buffers(state)
@@ -101,7 +102,7 @@ def load_state_dict(module: nn.Module, state: State, state_dict: Mapping[str, An
         tensors |= _shards(module, state_dict)
     elif state.params.plan.unsharded is not None:
         has_it = _on_process_0(_load, module, tensors, state_dict)
-        parts = collectives.sharded((x, x if has_it else None) for x in tensors.values())
+        parts = sharded.sharded((x, x if has_it else None) for x in tensors.values())
         tensors = dict(zip(tensors, parts, strict=True))
     else:
         _load(module, tensors, state_dict)
@@ -178,11 +179,11 @@ def _on_process_0(function: Callable[..., None], *arguments: Any) -> bool:
 
 def _shards(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return this process's shards of the state dict on its worker's process 0, by the module's names; collective."""
-    collectives.own_shards(module)
+    sharded.own_shards(module)
     own = module.state_dict(keep_vars=True)
     has_it = _on_process_0(_require_fit, module, own, state_dict)
     wanted = {name: x for name, x in own.items() if isinstance(x, torch.Tensor)}
-    parts = collectives.sharded((x, state_dict[name] if has_it else None) for name, x in wanted.items())
+    parts = sharded.sharded((x, state_dict[name] if has_it else None) for name, x in wanted.items())
     # The last name of a tied tensor counts.
     by_tensor = {id(x): part for x, part in zip(wanted.values(), parts, strict=True)}
     named = (*module.named_parameters(), *module.named_buffers())

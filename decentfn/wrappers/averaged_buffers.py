@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,7 +46,7 @@ def average_buffers(
     rule = "γ lies in [0, 1], or is a function of t."
     require(callable(gamma) or 0 <= gamma <= 1, "average_buffers", rule, gamma=gamma)
     rule = "the buffers are mixed already; once is enough."
-    require(not algorithm.step.averages_buffers, "average_buffers(average_buffers(algorithm))", rule)
+    require(not algorithm.step.had("average_buffers"), "average_buffers(average_buffers(algorithm))", rule)
     topology = algorithm.topology
     if topology is None:
         raise ValueError(
@@ -102,7 +101,7 @@ def average_buffers(
         buffers = trees.fill(trees.enumerate_leaves(state.buffers), leaves)
         return state._replace(local=state.local._replace(buffers=buffers)), metrics
 
-    return algorithm._replace(init=start, step=replace(step, run=run, averages_buffers=True))
+    return algorithm._replace(init=start, step=step.transformed("average_buffers", run=run))
 
 
 def _travelers(buffers: PyTree, frozen: frozenset[str]) -> dict[torch.dtype, list[int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,7 +49,7 @@ def guard(algorithm: Algorithm, limit: int = 20) -> Algorithm:
     require_bare("guard", algorithm)
     if limit < 1:
         raise ValueError(f"guard(limit={brief(limit)}): a number of steps in a row, >= 1.")
-    if algorithm.step.is_guarded:
+    if algorithm.step.had("guard"):
         raise ValueError("guard(guard(algorithm)): the algorithm is guarded already; guard it once.")
     init, step = algorithm
     one = step.run
@@ -93,7 +92,7 @@ def guard(algorithm: Algorithm, limit: int = 20) -> Algorithm:
             collectives.cut_short(int(t), error)
             raise error
 
-    guarded = replace(step, run=run, check=check, watch=watch, is_guarded=True)
+    guarded = step.transformed("guard", run=run, check=check, watch=watch)
     return algorithm._replace(init=start, step=guarded)
 
 

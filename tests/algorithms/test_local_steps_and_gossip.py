@@ -1,14 +1,18 @@
 """GASLoC, Factored Gossip DiLoCo and SparseLoCo against float64 loops written from their equations, and their laws."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from torch.distributed import HashStore
 
 import decentfn as df
 from decentfn import compressors
 from decentfn.comm import collectives
 from decentfn.core import trees
 from decentfn.core.stacking import over_workers
+from decentfn.elastic.generation import Generation, Members
 from tests.quadratics import (
     Sgd,
     batch,
@@ -151,8 +155,8 @@ def test_sparse_loco_of_the_workers_that_are_left_is_sparse_loco_of_as_many():
     few = df.sparse_loco(loss, Sgd(LR), df.topology("complete", 2), **options)
     many = df.sparse_loco(loss, Sgd(LR), df.topology("complete", 4), **options)
     batch, states = (torch.tensor(p.A), torch.tensor(p.b)), [start(few, p), start(few, p)]
-    left = collectives.World(None, 0, 1)
-    left.num_seats = 2
+    left = collectives.World(None, 0, 1, identity=replace(collectives.Identity.of(0, 1), size_at_start=2))
+    left.become(hooks=(Generation(left, Members(1, (0,), (0,)), 0, HashStore()),))
     for t in range(2 * H):
         states[0], _ = df.simulate(few.step, 2)(states[0], batch, t)
         with collectives.use(left):

@@ -1,7 +1,5 @@
 """One process: every algorithm, simulated, computes what it computes on the CPU, and no step waits for the GPU."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -25,7 +23,8 @@ def test_a_simulated_step_computes_what_the_cpu_does_and_waits_for_nothing(row, 
     step = df.simulate(algorithm.step, n)
     if how == "replayed":  # a CUDA graph of the kernels of the step that is not compiled
         recorder = cuda_graphs.cuda_recorder if device.type == "cuda" else lambda: tape.record
-        step = replace(step, run=cuda_graphs.replayed(tape.in_place(step), recorder), is_compiled=True, is_donated=True)
+        run = cuda_graphs.replayed(tape.in_place(step), recorder)
+        step = step.transformed("donate").transformed("compile", run=run)
     batches = [problem.stacked([problem.batch(i, t) for i in range(n)]) for t in range(training.STEPS + 2)]
     batches = trees.map(lambda x: x.to(device), batches)
     for t in range(training.STEPS):

@@ -26,17 +26,11 @@ def assert_equal(a, b):
 def test_its_fields_say_what_was_done_to_it():
     _, step = started(lambda algorithm: df.guard(df.ema(algorithm)))
     done = df.compile(df.simulate(step, N), donate=False)
-    assert (step.is_guarded, step.num_workers, step.simulated, step.is_compiled) == (True, N, None, False)
-    assert (done.is_guarded, done.num_workers, done.simulated, done.is_compiled, done.is_donated) == (
-        True,
-        N,
-        N,
-        True,
-        False,
-    )
-    assert df.donate(step).is_donated and "adapt_then_combine.step" in repr(step)
+    assert (step.num_workers, step.transforms) == (N, (("guard", None),))
+    assert (done.num_workers, done.transforms) == (N, (("guard", None), ("simulate", N), ("compile", None)))
+    assert df.donate(step).had("donate") and not step.had("donate") and "adapt_then_combine.step" in repr(step)
     with pytest.raises(FrozenInstanceError):
-        step.is_compiled = True
+        step.transforms = ()
 
 
 def test_torch_func_and_torch_compile_take_it_as_a_function():

@@ -19,6 +19,7 @@ from torch._dynamo.utils import counters
 
 import decentfn as df
 from decentfn import compressors
+from decentfn.elastic.generation import generation_of
 
 F64 = torch.float64
 RATE = 0.01
@@ -181,9 +182,9 @@ def main(spec, rank):
                 x=state.params.tensors[0].view(local, -1).mean(0).tolist(),
                 weight=1.0 if w is None else float(w.mean()),
                 workers=world.num_workers,
-                seats=list(world.hooks.members.seats),
-                generation=world.hooks.changes,
-                places=list(world.hooks.members.places),
+                seats=list(generation_of(world).members.seats),
+                generation=world.changes,
+                places=list(generation_of(world).members.places),
                 graphs=counters["stats"]["unique_graphs"],
                 calls=said,
             )

@@ -9,6 +9,7 @@ import torch
 
 import decentfn as df
 from decentfn.comm.collectives import world
+from decentfn.elastic.generation import generation_of
 from decentfn.testing import on_ranks
 from tests.run import survivors
 from tests.run.survivors import ALGORITHMS, gradient, loss_fn, start_params
@@ -39,7 +40,12 @@ def train(rank, dies_inside):
         state, _ = step(state, gradient(rank, t), t)
         mean = outcome(df.consensus_mean, state)
         seen.append(
-            (state.params.tensors[0].clone(), mean, outcome(df.consensus_distance, state), world().hooks.members.seats)
+            (
+                state.params.tensors[0].clone(),
+                mean,
+                outcome(df.consensus_distance, state),
+                generation_of(world()).members.seats,
+            )
         )
     return seen
 

@@ -14,6 +14,7 @@ import decentfn
 import decentfn as df
 from decentfn.comm.collectives import Channels, Identity, World, use, world
 from decentfn.core import trees
+from decentfn.elastic.generation import generation_of
 from decentfn.elastic.joining import await_admission, new_seat, open_run, wait_for_run
 from decentfn.elastic.liveness import Liveness
 from decentfn.testing import on_ranks
@@ -78,7 +79,7 @@ def run(n, task, leaves=None, at=2, after=AFTER):
                 leave(step)
                 return
             state, _ = step(state, task.batch(t), t)
-            members = world().hooks.members
+            members = generation_of(world()).members
             if end is None and n in members.seats:
                 end = t + after
             w = getattr(state.memory, "weight", None)
@@ -300,7 +301,7 @@ def test_a_newcomer_that_dies_before_it_has_the_state_is_left_out(is_admitted):
         for t in range(12):
             if rank == 0 and t == 2:
                 newcomer = wait_for_run(World(None, 0, 1), store, timedelta(seconds=5))
-                run = newcomer.hooks.run
+                run = generation_of(newcomer).run
                 seat = new_seat(newcomer, run)
                 probed = Liveness(PrefixStore("survive", run), seat)
                 threading.Thread(target=die, args=(run, seat, probed)).start()
@@ -309,7 +310,7 @@ def test_a_newcomer_that_dies_before_it_has_the_state_is_left_out(is_admitted):
             if rank == 0 and t > 2:
                 time.sleep(0.1)
             state, _ = step(state, task.batch(t), t)
-        return world().hooks.members.seats, world().hooks.changes, state.params.tensors[0]
+        return generation_of(world()).members.seats, world().changes, state.params.tensors[0]
 
     def die(run, seat, probed):
         if is_admitted:
@@ -349,7 +350,7 @@ def refusal(members, newcomer):
             time.sleep(0 if refused else 0.1)
         if rank == 0:
             thread.join()
-        return world().hooks.changes
+        return world().changes
 
     assert on_ranks(2, on_this_rank) == [0, 0]
     assert len(refused) == 1

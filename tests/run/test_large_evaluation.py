@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import decentfn as df
-from decentfn.comm import collectives
+from decentfn import sharded
 from decentfn.errors import RunError
 from tests.ranks import Ranks
 from tests.run.within_worker import ALL_KINDS, Network, batch, workers
@@ -109,13 +109,13 @@ def loads(kind):
     with workers() as world:
         module, _, algorithm, state = started(world, kind)
         state, _ = algorithm.step(state, batch(world.worker, world.process, 0), 0)
-        before = [collectives.local(p).clone() for p in module.parameters()]
+        before = [sharded.local(p).clone() for p in module.parameters()]
         given = {name: (world.worker + 1) * x for name, x in Network().state_dict().items()}
         unused = {} if kind == "sharded" else {name: x + 5 for name, x in given.items()}
         new = df.load_state_dict(module, state, unused if world.process else given)
         for name, x in df.state_dict(module, new).items():
             assert torch.equal(x, given[name]), name
-        assert all(map(torch.equal, before, map(collectives.local, module.parameters())))
+        assert all(map(torch.equal, before, map(sharded.local, module.parameters())))
         algorithm.step(new, batch(0, 0, 1), 1)
         wrong = given | {"first.bias": torch.zeros(6), "second.bias": torch.zeros(5)}
         wrong.pop("last.bias")

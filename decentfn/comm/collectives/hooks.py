@@ -1,4 +1,4 @@
-"""Hooks by which other rooms take part in a world's steps. Those of a fixed group of processes do nothing."""
+"""Hooks by which other rooms take part in a world's steps. A fixed group of processes has none."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from decentfn.topologies import Topology
 
 
 class Hooks:
-    """Decisions about the steps of a world; `World.become` sets those of another room."""
+    """What a room does at some points of a world's steps; `World.become` sets the hooks. By default nothing."""
 
     changes = 0
     """Number of times that the processes have changed."""
@@ -33,6 +33,3 @@ class Hooks:
 
     def wait_on_gpu(self, works: list[Any] | None) -> None:
         """Wait for works of a step that only the GPU waits for; None: for a collective outside steps."""
-
-
-FIXED = Hooks()

@@ -69,7 +69,7 @@ class Row(NamedTuple):
 def resting(schedules: Sequence[Topology], t: int) -> Iterator[None]:
     """Context of step t in which `rests` is True of these schedules, if none of them has a round in it."""
     here, outer = context.step_world or world(), context.resting
-    is_due = any(here.hooks.schedule(one).round(t).is_active for one in schedules)
+    is_due = any(here.schedule(one).round(t).is_active for one in schedules)
     context.resting = () if is_due else tuple(schedules)
     try:
         yield
@@ -112,12 +112,35 @@ def look_up(token: Tensor, topology: Topology, t: Tensor) -> Row:
     )
 
 
+class Found(NamedTuple):
+    """A round, found by the first operator of the step that needs it."""
+
+    topology: Topology
+    """The one that holds now in place of the handle's."""
+    number: int
+    """Step number."""
+    keys: tuple[Tensor, Tensor]
+    """Handle and t, which are kept so that no other tensors have their identities."""
+
+    @classmethod
+    def of(cls, here: World, handle: Tensor, t: Tensor) -> Found:
+        """Find round t of the schedule with this handle; the operators of a step share it in `Session.rounds`."""
+        session, topology = here.session, by_handle[int(handle)]
+        for hook in here.hooks:
+            topology = hook.schedule(topology)
+        found = cls(topology, int(t), (handle, t))
+        if session.is_running:
+            session.rounds[id(handle), id(t)] = found
+        return found
+
+
 def _look_up_kernel(token: Tensor, handle: Tensor, t: Tensor, slots: int, workers: int) -> Tensor:
     here = context.step_world or world()
-    topology, identity = here.hooks.schedule(by_handle[int(handle)]), here.identity
+    found, identity = here.session.rounds.get((id(handle), id(t))) or Found.of(here, handle, t), here.identity
+    topology, number, _ = found
     if (workers or 1) * identity.size != topology.num_workers:
         refuse_size(here, workers or 1, topology.num_workers, "step(state, batch, t)")
-    rows = topology.rows(t, token.device) if context.inputs is None else of_step(topology.rows, t, token.device)
+    rows = topology.rows(number, token.device) if context.inputs is None else of_step(topology.rows, t, token.device)
     return (rows[identity.rank * workers : (identity.rank + 1) * workers] if workers else rows[identity.rank]).clone()
 
 
@@ -141,7 +164,7 @@ _look_up = operator(
 
 
 def _members_kernel(group: Tensor, handle: Tensor, t: Tensor, num_workers: int) -> Tensor:
-    topology = (context.step_world or world()).hooks.schedule(by_handle[int(handle)])
+    topology = Found.of(context.step_world or world(), handle, t).topology
     theirs = of_step(topology.rows, t, group.device)[:, _GROUP]
     if len(theirs) > num_workers:
         raise ValueError(

@@ -5,12 +5,10 @@ from __future__ import annotations
 import atexit
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from decentfn.comm.collectives.forks import wait_for_gloo, wait_for_gloo_before_forks
 from decentfn.comm.collectives.world import World, worlds
@@ -30,7 +28,7 @@ def _let_go_of_all() -> None:
 atexit.register(_let_go_of_all)
 
 _default: list[World] = []  # the world of the current default group, or of one process, once requested
-_split: dict[int, World] = {}  # by processes per worker; kept, because each group has threads
+_kept: list[World] = []  # further worlds of the default group
 
 
 def world() -> World:
@@ -82,7 +80,7 @@ def everyone() -> World:
 @constant_while_traced
 def processes_per_worker() -> int:
     """Return the number of processes per worker; also works while a step is traced."""
-    return world().processes_per_worker
+    return world().identity.processes_per_worker
 
 
 def require_workers_of(processes: int) -> None:
@@ -95,43 +93,16 @@ def require_workers_of(processes: int) -> None:
         )
 
 
-def split_workers(processes_per_worker: int) -> World:
-    """Make every `processes_per_worker` consecutive ranks one worker and return the world of all; collective.
+def kept_world(processes_per_worker: int) -> World | None:
+    """Return the world of the default group that was made for workers of so many processes, or None."""
+    return next((one for one in _kept if one.processes_per_worker == processes_per_worker), None)
 
-    The number of processes must be divisible by it.
-    """
-    before, size = everyone(), processes_per_worker
-    if context.world is not None:
-        raise ValueError(
-            f"init(processes_per_worker={size}): ranks that are threads (df.testing.on_ranks) are a worker each; start processes, "
-            "with torchrun."
-        )
-    if size in _split:
-        _default[:] = [_split[size]]
-        return _split[size]
-    own, device, group, outer = before.identity, before.device, before.channels.group, before.channels
-    here = World(group, own.rank, own.size, outer.timeout, device)
-    identity = replace(here.identity, processes_per_worker=size, num_workers=own.size // size)
-    here.become(identity=identity, channels=outer.within_workers(identity, None, None))
-    if size > 1:
-        ranks = torch.arange(own.size).view(-1, size)
-        rows = [outer.new_group(tuple(row)) for row in ranks.tolist()]
-        columns = [outer.new_group(tuple(column)) for column in ranks.T.tolist()]
-        across, within = columns[identity.process], rows[identity.worker]
-        mesh = DeviceMesh.from_group([across, within], device.type, mesh=ranks, mesh_dim_names=("worker", "shard"))
-        here.become(channels=outer.within_workers(identity, within, mesh))
-        of_gossip = replace(
-            identity,
-            rank=identity.worker,
-            size=identity.num_workers,
-            processes=range(identity.process, own.size, size),
-            size_at_start=identity.num_workers,
-        )
-        gossip = World(across, of_gossip.rank, of_gossip.size, identity=of_gossip)
-        gossip.become(channels=outer.within_workers(of_gossip, within, mesh, across))
-        here.split(gossip)
-    _default[:], _split[size] = [here], here
-    return here
+
+def replace_world(made: World) -> None:
+    """Take another world of the default group; it is kept, because each of its groups has threads."""
+    if made not in _kept:
+        _kept.append(made)
+    _default[:] = [made]
 
 
 def adopt_default_group(timeout: timedelta | None = None, device: torch.device = _CPU) -> World:
@@ -151,7 +122,7 @@ def adopt_default_group(timeout: timedelta | None = None, device: torch.device =
 
 def leave_default_group() -> None:
     """Destroy the default group and all groups made within it; no messages may be in flight."""
-    for world in (*_default, *_split.values()):
+    for world in (*_default, *_kept):
         for one in (world, world.gossip):
             one.let_go()
     _forget()
@@ -160,10 +131,10 @@ def leave_default_group() -> None:
 
 
 def _forget() -> None:
-    for world in (*_default, *_split.values()):
+    for world in (*_default, *_kept):
         world.split(None)  # gossip's world refers back to it
     _default.clear()
-    _split.clear()
+    _kept.clear()
 
 
 @contextmanager

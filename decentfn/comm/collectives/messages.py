@@ -49,7 +49,8 @@ def whole_step(t: int, *, donated: bool = False) -> Iterator[World]:
         session.enter(t)
     context.step_world = here
     try:
-        here.hooks.before_step(t)
+        for hook in here.hooks:
+            hook.before_step(t)
         with record_function(f"decentfn::step {t}"):
             yield here
     except BaseException as error:
@@ -66,7 +67,8 @@ def whole_step(t: int, *, donated: bool = False) -> Iterator[World]:
         named = report(here, session.lost, next_step=t + 1 if donated else t)
         session.cut(f"step t={t}", named)
         raise named from session.lost.error
-    here.hooks.after_step(t)
+    for hook in here.hooks:
+        hook.after_step(t)
 
 
 def cut_short(t: int, error: BaseException) -> None:
@@ -204,8 +206,8 @@ def land(here: World, call: Call) -> bool:
                     work.wait(here.channels.longest_wait)
             except RuntimeError as error:
                 lose(here, call, error, *(call.parts[index][2:] if one_by_one else ()))
-    if here.identity.device.type != "cpu":
-        here.hooks.wait_on_gpu(call.works)
+    for hook in here.hooks:
+        hook.wait_on_gpu(call.works)
     session.waits.remove(since)
     waited = time.monotonic() - since
     for counted in here.counters:

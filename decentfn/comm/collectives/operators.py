@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn.comm.collectives.lookup import Row, require_worker_axis
+from decentfn.comm.collectives.lookup import Found, Row, require_worker_axis
 from decentfn.comm.collectives.membership import world
 from decentfn.comm.collectives.messages import land, lose, reduce, send
 from decentfn.comm.collectives.reports import different_steps, report
@@ -39,7 +39,6 @@ from decentfn.comm.collectives.session import Call
 from decentfn.comm.collectives.world import World
 from decentfn.core.context import context
 from decentfn.core.scalars import operator
-from decentfn.topologies.rounds import by_handle
 from decentfn.torch_private.functorch import has_no_value, with_workers_first
 
 
@@ -97,7 +96,7 @@ _after = operator(
     lambda xs, flights: list(map(torch.clone, xs)),
     lambda xs, flights: [torch.empty_like(x) for x in xs],
     lambda info, in_dims, xs, flights: (
-        (list(xs) if world().size == 1 else _after(list(xs), list(flights))),
+        (list(xs) if world().identity.size == 1 else _after(list(xs), list(flights))),
         list(in_dims[0]),
     ),
 )
@@ -120,13 +119,14 @@ def _post_kernel(x: Tensor, handle: Tensor, t: Tensor, good: Tensor | None, is_m
     if not workers:
         x = x[None]
     here, local = context.step_world or world(), x.shape[0]
-    topology, what = here.hooks.schedule(by_handle[int(handle)]), "group_mean" if is_mean else "exchange"
+    topology, number, _ = here.session.rounds.get((id(handle), id(t))) or Found.of(here, handle, t)
+    what = "group_mean" if is_mean else "exchange"
     if here.session.lost is not None and not here.session.is_running:
         raise report(here, here.session.lost)
-    call, different = here.session.call(what, t, local)
+    call, different = here.session.call(what, number, local)
     if different is not None:  # another rank has made this call at another step
         lose(here, call, different_steps(here, call, call.step, *different), different[0])
-    peers = topology.peers(t)
+    peers = topology.peers(number)
     if is_mean:
         _post_mean(here, call, peers.members or [], x)
     else:
@@ -159,7 +159,7 @@ def _post_vmap(info: Any, in_dims: Any, *arguments: Any) -> tuple[Tensor, None]:
     x, handle, t, good, is_mean, _ = arguments
     n = info.batch_size
     require_worker_axis("group_mean" if is_mean else "exchange", in_dims[0], in_dims[1:3])
-    if world().size == 1:
+    if world().identity.size == 1:
         return handle, None  # any number, as nothing is in flight
     x, good = with_workers_first(x, in_dims[0], n), None if good is None else with_workers_first(good, in_dims[3], n)
     return _post(x, handle, t, good, is_mean, n), None
@@ -188,7 +188,7 @@ def _wait_vmap(info: Any, in_dims: Any, *arguments: Any) -> tuple[Tensor, int]:
     number, x, peers, size, good, _, after = arguments
     n = info.batch_size
     x, peers = with_workers_first(x, in_dims[1], n), with_workers_first(peers, in_dims[2], n)
-    if world().size > 1:
+    if world().identity.size > 1:
         return _wait(number, x, peers, size, None, n, list(after)), 0
     if good is not None:
         x = _sent(x, with_workers_first(good, in_dims[4], n))

@@ -57,7 +57,7 @@ def report(here: World, lost: Lost, next_step: int | None = None) -> RunError:
     if next_step is not None:
         has = "has written over it" if next_step > lost.call.step else "has left as it was"
         said += f" The state that was passed is whole, that of t={next_step}, which the step {has}."
-    if here.hooks.loss_is_final:
+    if here.loss_is_final:
         said += " No further step is taken: start the run again, on all processes."
     path = _written(here, error)
     error.args = (said if path is None else f"{said} The last exchanges: {path}",)
@@ -98,7 +98,7 @@ def named_outside(here: World, call: str, error: RuntimeError, *, listens: bool)
 
 def _heard(here: World, is_enough: Callable[[dict[int, Note]], object]) -> dict[int, Note]:
     """Return the others' notes; wait for them briefly, until they are enough."""
-    end = time.monotonic() + _PATIENCE_S * here.hooks.loss_is_final
+    end = time.monotonic() + _PATIENCE_S * here.loss_is_final
     while (
         not is_enough(notes := here.session.board.told())
         and here.session.board.store is not None

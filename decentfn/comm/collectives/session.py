@@ -118,6 +118,8 @@ class Session:
         self.record: deque[Call] = deque(maxlen=_RECORDED)
         self.is_running = False
         """True while a step runs; a loss is raised at its end."""
+        self.rounds: dict[tuple[int, int], Any] = {}
+        """Rounds that operators of the running step have found (`lookup.Found`)."""
         self.at = 0
         """Running step, or the last one."""
         self.before = 0
@@ -127,7 +129,6 @@ class Session:
         """Interrupted step (raised after a post) or call outside steps (lost a rank), with its error."""
         self.waits: list[float] = []
         """Starts of the threads' waits for other ranks, by `time.monotonic`."""
-        self._last: deque[tuple[int, int]] = deque(maxlen=32)  # as `Note.steps`
         self._first_tag = number % _SESSIONS * 2 * TAGS
 
     def enter(self, t: int) -> None:
@@ -139,8 +140,9 @@ class Session:
                 f"{type(error).__name__}: {error}; the other ranks have its messages and are ahead. Start the run again, on all ranks."
             ) from error
         self.is_running, self.at, self.before = True, t, self.calls
-        self._last.append((self.calls, t))
+        self.board.steps.append((self.calls, t))
         self.board.met.clear()
+        self.rounds.clear()
 
     def leave(self) -> None:
         """End a step."""
@@ -157,13 +159,14 @@ class Session:
 
     def tell(self, peer: int | None, *, timed_out: bool, outside: str | None = None) -> None:
         """Notify the others that a call of this rank has failed, in which it waited for this peer."""
-        self.board.tell(Note(self.board.rank, self.calls, list(self._last), peer, timed_out, outside))
+        self.board.tell(Note(self.board.rank, self.calls, list(self.board.steps), peer, timed_out, outside))
 
     def different(self, note: Note) -> tuple[int, int, int] | None:
         """Return this rank's step in the last common call, the other rank, and its step; None if the steps agree."""
         common = min(self.calls, note.calls)
         mine, theirs = (
-            next((t for before, t in reversed(steps) if before < common), None) for steps in (self._last, note.steps)
+            next((t for before, t in reversed(steps) if before < common), None)
+            for steps in (self.board.steps, note.steps)
         )
         return None if mine is None or theirs is None or mine == theirs else (mine, note.rank, theirs)
 
@@ -172,10 +175,10 @@ class Session:
         """Return True if all steps have ended with all of their messages."""
         return self.lost is None and self.cut_short is None
 
-    def call(self, what: str, t: Tensor, local: int = 1) -> tuple[Call, tuple[int, int] | None]:
+    def call(self, what: str, t: int, local: int = 1) -> tuple[Call, tuple[int, int] | None]:
         """Record an operator's call; return it and, if another rank was at another step, that rank and step."""
         self.calls = calls = self.calls + 1
-        step = self.at if self.is_running else int(t)
+        step = self.at if self.is_running else t
         call = Call(what, calls, step, calls - self.before, local, tag=step % TAGS + self._first_tag)
         self.record.append(call)
         is_compared = calls % _EVERY == 0 or calls & (calls - 1) == 0
@@ -189,6 +192,8 @@ class Board:
         self.rank = rank
         self.store = store
         """Store of torch.distributed; None: there is none, or it no longer answers."""
+        self.steps: deque[tuple[int, int]] = deque(maxlen=32)
+        """The last steps, which the session notes, as `Note.steps`."""
         self.met = set[int]()
         """Groups whose ranks are known to be in this step; the session forgets them when the next one begins."""
         self._means = dict[str, str]()  # of each group, what its last compared call left on the board

@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 
 from decentfn.comm.collectives.channels import Channels
-from decentfn.comm.collectives.hooks import FIXED, Hooks
+from decentfn.comm.collectives.hooks import Hooks
 from decentfn.comm.collectives.identity import Identity
 from decentfn.comm.collectives.session import Session
+from decentfn.topologies import Topology
 
 _CPU = torch.device("cpu")
 
@@ -42,8 +43,8 @@ class World:
         self.identity = identity or Identity.of(rank, size, device)
         self.channels = channels or Channels(self.identity, group, timeout)
         self.session = Session(rank)
-        self.hooks: Hooks = FIXED
-        """Those of the room that lets the processes change; by default they do not."""
+        self.hooks: tuple[Hooks, ...] = ()
+        """Those of other rooms; without them the processes do not change."""
         self.agreed = set[str]()
         """Lines that describe the algorithms of this run, which all processes have compared."""
         self.counters: list[Any] = []
@@ -136,6 +137,27 @@ class World:
         if gossip is not None:
             gossip._all_processes = self
 
+    @property
+    def changes(self) -> int:
+        """Number of times that the processes have changed."""
+        return sum(hook.changes for hook in self.hooks)
+
+    @property
+    def loss_is_final(self) -> bool:
+        """True if no step can follow one that has lost a message."""
+        return all(hook.loss_is_final for hook in self.hooks)
+
+    def schedule(self, made: Topology) -> Topology:
+        """Return the schedule that holds now in place of the one that a step was made for."""
+        for hook in self.hooks:
+            made = hook.schedule(made)
+        return made
+
+    def before_call(self, call: str) -> None:
+        """Raise a RunError if others do not make this call."""
+        for hook in self.hooks:
+            hook.before_call(call)
+
     def apart(self, timeout: timedelta | None = None) -> World:
         """Return a world of the same processes with separate connections, for another thread outside steps; collective.
 
@@ -157,7 +179,7 @@ class World:
         identity: Identity | None = None,
         channels: Channels | None = None,
         session: Session | None = None,
-        hooks: Hooks | None = None,
+        hooks: tuple[Hooks, ...] = (),
     ) -> None:
         """Replace parts: another session, or other processes."""
         self.identity = identity or self.identity
@@ -174,7 +196,8 @@ class World:
         for world in (self._all_processes, self, *(self._apart if also_apart else ())):
             if world is not None:
                 world.channels.hang_up()
-                world.hooks.on_loss(world.channels.groups())
+                for hook in world.hooks:
+                    hook.on_loss(world.channels.groups())
 
     def let_go(self) -> None:
         """Release all groups: a group's threads and connections end with the last reference to it."""

@@ -1,6 +1,6 @@
 """Arithmetic of buckets, tensor by tensor. Memory and sums are kept `wide`: in float32, or float64.
 
-Computations within a worker, across its processes, are operators of `collectives.within_worker`.
+Computations within a worker, across its processes, are operators of `decentfn.sharded`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Sharded buckets: each process of a worker holds some rows of every leaf, as `Plan.unsharded` states.
 
-Operators of `collectives.within_worker` assemble an unsharded bucket, and return each process's rows of the mean.
+Operators of `decentfn.sharded` assemble a whole bucket, and return each process's rows of the mean.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def content_of(
         raise ValueError(f"save(topology={brief(topology)}): expected a df.topology(...); algorithm.topology is one.")
     here, local = collectives.world(), local_workers(state)
     first, num_workers = here.worker * local, here.num_workers * local
-    topology = None if topology is None else here.hooks.schedule(topology)
+    topology = None if topology is None else here.schedule(topology)
     if topology is not None and topology.num_workers != num_workers:
         raise ValueError(
             f"save(state, step): the topology has {topology.num_workers} workers, but the processes hold "

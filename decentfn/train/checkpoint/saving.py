@@ -97,14 +97,14 @@ class Saver:
     def _connect(self) -> None:
         """Connect the thread with the other processes' and lock the directory. Collective, but not before a process has joined."""
         here = collectives.everyone()
-        self._changes, self._world = here.hooks.changes, here.apart()
+        self._changes, self._world = here.changes, here.apart()
         if awaited_run(here) is None:
             with collectives.use(self._world):  # connects it, so that `hang_up` ends what waits
                 self._found = on_first("Saver", self._claim)
 
     def _follow(self) -> None:
         """Reconnect after a loss or a join (`df.survive`); a checkpoint of earlier workers is done by then, or will not be."""
-        if self._changes != collectives.everyone().hooks.changes:
+        if self._changes != collectives.everyone().changes:
             together("Saver.save", self._settle)
             self._let_go()
             self._connect()

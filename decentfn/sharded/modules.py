@@ -11,10 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from decentfn.comm.collectives.channels import close
-from decentfn.comm.collectives.membership import everyone
-from decentfn.comm.collectives.outside import met
-from decentfn.comm.collectives.world import World
+from decentfn.comm.collectives import World, close, everyone, met
 from decentfn.core.buckets import Place, Places
 from decentfn.core.formatting import brief
 

@@ -9,10 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentfn.comm.collectives.membership import everyone, world
-from decentfn.comm.collectives.outside import met
-from decentfn.comm.collectives.reports import named_outside
-from decentfn.comm.collectives.world import World
+from decentfn.comm.collectives import World, everyone, met, named_outside, world
 from decentfn.core.buckets import rows_of
 from decentfn.core.scalars import operator
 from decentfn.errors import RunError, StepMismatch

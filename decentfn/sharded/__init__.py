@@ -1,0 +1,16 @@
+"""Workers of several processes: their groups, the operators between them, and modules that PyTorch has sharded over them."""
+
+from decentfn.sharded.modules import (
+    is_sharded,
+    leave,
+    local,
+    own_shards,
+    placed_like,
+    places,
+    require_parts,
+    require_unwrapped,
+    sharded,
+    unsharded,
+)
+from decentfn.sharded.within_worker import make_tp_groups
+from decentfn.sharded.workers import split_workers

@@ -1,0 +1,51 @@
+"""Groups of processes that are one worker."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from decentfn.comm import collectives
+from decentfn.comm.collectives import World
+from decentfn.core.context import context
+
+
+def split_workers(processes_per_worker: int) -> World:
+    """Make every `processes_per_worker` consecutive ranks one worker and return the world of all; collective.
+
+    The number of processes must be divisible by it.
+    """
+    before, size = collectives.everyone(), processes_per_worker
+    if context.world is not None:
+        raise ValueError(
+            f"init(processes_per_worker={size}): ranks that are threads (df.testing.on_ranks) are a worker each; start processes, "
+            "with torchrun."
+        )
+    if (known := collectives.kept_world(size)) is not None:
+        collectives.replace_world(known)
+        return known
+    own, device, group, outer = before.identity, before.device, before.channels.group, before.channels
+    here = World(group, own.rank, own.size, outer.timeout, device)
+    identity = replace(here.identity, processes_per_worker=size, num_workers=own.size // size)
+    here.become(identity=identity, channels=outer.within_workers(identity, None, None))
+    if size > 1:
+        ranks = torch.arange(own.size).view(-1, size)
+        rows = [outer.new_group(tuple(row)) for row in ranks.tolist()]
+        columns = [outer.new_group(tuple(column)) for column in ranks.T.tolist()]
+        across, within = columns[identity.process], rows[identity.worker]
+        mesh = DeviceMesh.from_group([across, within], device.type, mesh=ranks, mesh_dim_names=("worker", "shard"))
+        here.become(channels=outer.within_workers(identity, within, mesh))
+        of_gossip = replace(
+            identity,
+            rank=identity.worker,
+            size=identity.num_workers,
+            processes=range(identity.process, own.size, size),
+            size_at_start=identity.num_workers,
+        )
+        gossip = World(across, of_gossip.rank, of_gossip.size, identity=of_gossip)
+        gossip.become(channels=outer.within_workers(of_gossip, within, mesh, across))
+        here.split(gossip)
+    collectives.replace_world(here)
+    return here
