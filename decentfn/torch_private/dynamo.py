@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from decentfn.core.formatting import root
+from decentfn.torch_private import batching
 from decentfn.torch_private.names import GUARDS, WEIGHTS
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -50,6 +51,7 @@ def prepare() -> None:
     global _config
     _config = GUARDS.require(_CALL)
     WEIGHTS.require(_CALL)
+    batching.install()
     for function in _constant:
         torch.compiler.assume_constant_result(function)
 

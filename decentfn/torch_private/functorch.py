@@ -7,27 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentfn.torch_private.names import LINEAR
-
-
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Replace functorch's `torch.nn.functional.linear` by one that also works for symbolic sizes.
-
-    functorch's own reads the input's sizes as numbers, so a step would be compiled again for every sequence length.
-    """
-    if bias is not None and input.dim() == 2:
-        return torch.addmm(bias, input, weight.t())
-    if bias is not None and input.dim() == 3 and input.is_contiguous():
-        rows, columns, features = input.shape
-        flat = torch.addmm(bias, input.view(rows * columns, features), weight.t())
-        return flat.view(rows, columns, weight.shape[0])
-    output = torch.matmul(input, weight.t())
-    return output if bias is None else output + bias
-
-
-if (_key := LINEAR.find()) is not None:  # Used only by the compiler, while it traces through functorch.
-    torch.ops.aten.linear.default.py_impl(_key)(_linear)
-
 
 def is_differentiated(x: Tensor) -> bool:
     """Return True if autograd tracks a tensor, as under `torch.func.grad`."""
@@ -48,8 +27,8 @@ def with_workers_first(x: Tensor, dim: int | None, size: int) -> Tensor:
 
 
 _library = torch.library.Library("decentfn", "FRAGMENT")
-_library.define("all_rows(Tensor x, Tensor like) -> Tensor")
-_library.define("row(Tensor rows, Tensor like) -> Tensor")
+_library.define("all_rows(Tensor x, Tensor[] like) -> Tensor")
+_library.define("row(Tensor rows, Tensor[] like) -> Tensor")
 _library.define("is_batched(Tensor x) -> Tensor")
 _NO, _YES = torch.tensor(False), torch.tensor(True)  # made here, because traced code cannot make constants
 _library.impl("is_batched", lambda x: _NO, "CompositeExplicitAutograd")
@@ -67,12 +46,12 @@ def is_batched(x: Tensor) -> bool:
     return False
 
 
-def all_rows(x: Tensor, like: Tensor) -> Tensor:
-    """Return `x` of all workers, `[N, ...]`, unbatched at this level of `vmap`; `like` is a tensor that it batches."""
+def all_rows(x: Tensor, *like: Tensor) -> Tensor:
+    """Return `x` of all workers, `[N, ...]`, unbatched at this level of `vmap`, which batches one of `like`."""
     return _ops.all_rows(x, like)
 
 
-def row(rows: Tensor, like: Tensor) -> Tensor:
+def row(rows: Tensor, *like: Tensor) -> Tensor:
     """Return to each worker its row `[...]` of `[N, ...]`: the inverse of `all_rows`."""
     return _ops.row(rows, like)
 

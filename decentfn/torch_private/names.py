@@ -55,11 +55,12 @@ PYTREE = Private(
     "torch.func takes a training state as a tree",
     "torch.func.vmap and torch.func.grad refuse a state; steps, simulated or compiled, do not change",
 )
-LINEAR = Private(
-    "torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode",
-    "trace a linear layer for any length of its input",
-    "a compiled traced step is compiled again for every length of sequences",
+_OF_BATCHING = (
+    "compile a simulation, and a linear layer, for any size of a batch",
+    "a step is compiled again for every size of its batches",
 )
+BATCHING = Private("torch._C.DispatchKey", *_OF_BATCHING)
+DECOMPOSITIONS = Private("torch._decomp.decomposition_table", *_OF_BATCHING)
 _OF_DISPATCH = (
     "know and restore, inside the gradient's operator, what PyTorch's dispatcher does outside it",
     "df.autograd is refused",
@@ -109,4 +110,17 @@ VECTORS = Private(
     "try the CPU's vector instructions again after a damaged cache",
     "a cache whose trial of vector instructions is damaged fails until it is removed",
 )
-NAMES = (PYTREE, LINEAR, *DISPATCH, SCAN, WEIGHTS, GUARDS, BACKEND, GRAPH_PASS, LOOP_SPLIT, READ_EXPR, VECTORS)
+NAMES = (
+    PYTREE,
+    BATCHING,
+    DECOMPOSITIONS,
+    *DISPATCH,
+    SCAN,
+    WEIGHTS,
+    GUARDS,
+    BACKEND,
+    GRAPH_PASS,
+    LOOP_SPLIT,
+    READ_EXPR,
+    VECTORS,
+)

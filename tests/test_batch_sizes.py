@@ -1,0 +1,126 @@
+"""A batch of another size: one compilation for the first, one for all others, and perhaps one for a size of 1."""
+
+import pytest
+import torch
+from torch import nn
+
+import decentfn as df
+from decentfn.engine.cache import counted
+from decentfn.testing.ranks import on_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")  # of attention, in the eager trial
+
+N, SIZES = 4, (16, 20, 24, 13, 31, 8, *range(1, 25))
+
+
+class Transformer(nn.Module):
+    """One of each operator whose own rule of `vmap` reads sizes."""
+
+    def __init__(self, dropout=0.1):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(7, 8), nn.Embedding(40, 8)
+        self.block = nn.TransformerEncoderLayer(8, 2, 8, dropout=dropout, activation="gelu", batch_first=True)
+        self.heads = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Linear(16, 7)
+
+    def forward(self, x):
+        h = self.block(self.tokens(x) + self.places(torch.arange(x.shape[1])))
+        mixed, _ = self.heads(h, h, h, need_weights=False)
+        best = h.max(1, keepdim=True).values
+        return self.head(torch.cat([mixed + best, h - h[:, -1:]], -1)).transpose(1, 2)
+
+
+def images():
+    return nn.Sequential(
+        *(nn.Conv2d(2, 4, 3, stride=2, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(4, 4, 3, padding=1, groups=2, bias=False), nn.GroupNorm(2, 4), nn.AdaptiveAvgPool2d(1)),
+        *(nn.Flatten(), nn.Linear(4, 7)),
+    )
+
+
+def perceptron():
+    return nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.GELU(), nn.Linear(5, 7))
+
+
+SUBJECTS = {
+    "rows": (perceptron, lambda size: (size, 3), lambda size: (size,)),
+    "rows of images": (images, lambda size: (size, 2, 12, 12), lambda size: (size,)),
+    "rows of tokens": (Transformer, lambda size: (size, 6), lambda size: (size, 6)),
+    "length": (Transformer, lambda size: (2, size), lambda size: (2, size)),
+}
+
+
+def batch_of(subject, size, *axes):
+    _, shape, classes = SUBJECTS[subject]
+    x = (
+        torch.randn(*axes, *shape(size))
+        if subject in ("rows", "rows of images")
+        else torch.randint(7, (*axes, *shape(size)))
+    )
+    return x, torch.randint(7, (*axes, *classes(size)))
+
+
+def run(subject, wrap=lambda loss_fn: loss_fn, workers=N, axes=(), change=lambda step: step, stacked=True, sizes=SIZES):
+    """Take a step for each size; return the number of graphs."""
+    params, buffers, loss_fn = df.functional(SUBJECTS[subject][0](), nn.functional.cross_entropy)
+    init, step = df.adapt_while_communicate(wrap(loss_fn), df.sgd(0.1), df.topology("one-peer-exp", workers))
+    state, graphs = init(params, buffers), []
+    if stacked:
+        state, step, axes = df.stack(state, workers), df.simulate(step, workers), (workers, *axes)
+    step = change(step)
+    if step.num_runs:
+        state, axes = df.stack_runs([state] * step.num_runs), (step.num_runs, *axes)
+    step = df.compile(step, backend=counted("eager", graphs))
+    for t, size in enumerate(sizes):
+        state, _ = step(state, batch_of(subject, size, *axes), t)
+    return len(graphs)
+
+
+MODES = {
+    "alone": {"workers": 1, "stacked": False},
+    "by autograd": {"workers": 1, "stacked": False, "wrap": df.autograd},
+    "simulated": {},
+    "simulated by autograd": {"wrap": df.autograd},
+    "swept": {"change": lambda step: df.sweep(step, 2)},
+    "accumulated": {"wrap": df.accumulate, "axes": (2,)},
+}
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param(m, marks=pytest.mark.thorough) if m != "simulated" else m for m in MODES]
+)
+def test_thirty_sizes_of_a_batch_are_compiled_at_most_three_times(mode):
+    assert run("rows", **MODES[mode]) <= 3
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("subject", [name for name in SUBJECTS if name != "rows"])
+@pytest.mark.parametrize("mode", ["alone", "simulated"])
+def test_thirty_sizes_are_compiled_at_most_three_times_whatever_the_network_is_made_of(subject, mode):
+    by_convolutions = subject == "rows of images"  # PyTorch takes another kernel for 16 samples or more
+    assert run(subject, **MODES[mode]) <= 3 + by_convolutions
+
+
+@pytest.mark.thorough
+def test_thirty_sizes_are_compiled_at_most_three_times_on_ranks():
+    assert max(on_ranks(2, lambda rank: run("rows", workers=2, stacked=False))) <= 3
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_a_step_compiled_for_any_size_computes_what_the_eager_one_does(subject):
+    net = SUBJECTS[subject][0]
+    net = net(dropout=0.0) if net is Transformer else net()
+    params, buffers, loss_fn = df.functional(net, nn.functional.cross_entropy)
+    init, eager = df.adapt_while_communicate(loss_fn, df.sgd(0.1), df.topology("one-peer-exp", N))
+    eager = df.simulate(eager, N)
+    one = other = df.stack(init(params, buffers), N)
+    graphs = []
+    compiled = df.compile(eager, backend=counted("aot_eager", graphs), donate=False)
+    for t, size in enumerate((5, 9, 4, 12)):
+        batch = batch_of(subject, size, N)
+        one, expected = eager(one, batch, t)
+        other, metrics = compiled(other, batch, t)
+        torch.testing.assert_close(metrics, expected)
+        torch.testing.assert_close(list(other.params), list(one.params))
+    assert len(graphs) == 2
