@@ -158,6 +158,8 @@ class Step:
                 result = with_side_channel(self.run, state, batch, t)
             else:
                 result = self.run(state, batch, t)
+            if self._overwrites and isinstance(x, Buckets):
+                x.taken_at = number  # even if an error follows
         if self.watch is not None:
             self.watch(result[0], t, self._overwrites)
         if isinstance(x, Buckets):

@@ -168,3 +168,19 @@ def test_saves_count_on_over_epochs(tmp_path):
         with pytest.raises(ValueError, match=r"step=2.*last checkpoint is of step 6"):
             saver.save(state, 2)
         saver.save(state, 7)
+
+
+@pytest.mark.parametrize("transform", [df.donate, lambda step: df.compile(step, backend="eager")])
+def test_after_an_error_the_run_goes_on_at_the_step_that_it_names(transform):
+    """A donated compiled step has written over the state when `df.guard` raises, an eager one has not."""
+    algorithm = _algorithm(wrap=lambda algorithm: df.guard(algorithm, limit=1))
+    step, state, batch = _simulated(algorithm)
+    step = transform(step)
+    for t in range(2):
+        state, _ = step(state, batch, t)
+    with pytest.raises(df.errors.NonFinite) as error:
+        step(state, torch.full_like(batch, torch.nan), 2)
+    assert error.value.next_step is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(state, batch, error.value.next_step)
