@@ -30,4 +30,4 @@ from decentfn.comm.collectives.outside import (
 )
 from decentfn.comm.collectives.reports import is_lost, named_outside
 from decentfn.comm.collectives.session import Board, Session
-from decentfn.comm.collectives.world import World, end_waits
+from decentfn.comm.collectives.world import World

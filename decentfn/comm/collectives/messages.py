@@ -192,7 +192,6 @@ def reduce(here: World, call: Call, x: Tensor, own: Tensor | None, ranks: list[i
 def land(here: World, call: Call) -> bool:
     """Wait for all of a call and return True if it arrived; if not, this worker's own payload replaces each message."""
     session, since = here.session, time.monotonic()
-    session.waits.append(since)
     on_gpu = bool(call.parts) and call.parts[0].tensor.device.type != "cpu"  # where only the stream waits
     with record_function(f"decentfn::wait {call.what} {call.index}"):
         one_by_one = len(call.works) == len(call.parts)  # else the backend has combined them
@@ -208,7 +207,6 @@ def land(here: World, call: Call) -> bool:
                 lose(here, call, error, *(call.parts[index][2:] if one_by_one else ()))
     for hook in here.hooks:
         hook.wait_on_gpu(call.works)
-    session.waits.remove(since)
     waited = time.monotonic() - since
     for counted in here.counters:
         counted.seconds_waited += waited

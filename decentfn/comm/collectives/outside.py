@@ -7,7 +7,6 @@ and a message larger than expected aborts the process. Each collective therefore
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -70,7 +69,6 @@ def met(
     mine = torch.frombuffer(bytearray(header.ljust(_HEADER)), dtype=torch.uint8)
     channels = here.all_processes.channels
     with channels.shared.turn:
-        session.waits.append(since := time.monotonic())
         try:
             outside: Any = channels.outside(processes)
             heard = [torch.empty_like(mine) for _ in processes]
@@ -89,8 +87,6 @@ def met(
         except BaseException as error:  # such as Ctrl-C: the others would pair this call with this process's next one
             _end(here, call, error)
             raise
-        finally:
-            session.waits.remove(since)
 
 
 def _require_same(here: World, processes: range, headers: list[_Header]) -> None:

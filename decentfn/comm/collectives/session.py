@@ -127,8 +127,6 @@ class Session:
         self.lost: Lost | None = None
         self.cut_short: tuple[str, BaseException] | None = None
         """Interrupted step (raised after a post) or call outside steps (lost a rank), with its error."""
-        self.waits: list[float] = []
-        """Starts of the threads' waits for other ranks, by `time.monotonic`."""
         self._first_tag = number % _SESSIONS * 2 * TAGS
 
     def enter(self, t: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -158,16 +157,16 @@ class World:
         for hook in self.hooks:
             hook.before_call(call)
 
-    def apart(self, timeout: timedelta | None = None) -> World:
+    def apart(self) -> World:
         """Return a world of the same processes with separate connections, for another thread outside steps; collective.
 
-        Without a `timeout` it waits twice as long as this one: a process may notice a step's lost message only at its
+        It waits twice as long as this one: a process may notice a step's lost message only at its
         timeout. Call `let_go` at the end. Its connections end when the processes change.
         """
         here = self.identity
         if here.size == 1:
             return self
-        channels = self.channels.apart(timeout or 2 * self.channels.longest_wait)
+        channels = self.channels.apart(2 * self.channels.longest_wait)
         world = World(None, here.rank, here.size, device=here.device, channels=channels)
         world.become(session=Session(here.rank, channels.store))
         self._apart.add(world)
@@ -207,12 +206,3 @@ class World:
 
 worlds = weakref.WeakSet[World]()
 """All worlds of this process."""
-
-
-def end_waits(longer_than: float) -> bool:
-    """Close connections on which a thread has waited longer (seconds), so that it raises; return True if any."""
-    now = time.monotonic()
-    late = [w for w in list(worlds) if any(now - since > longer_than for since in list(w.session.waits))]
-    for world in late:
-        world.hang_up()
-    return bool(late)
