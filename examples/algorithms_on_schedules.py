@@ -43,14 +43,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 """Hyperparameters without a default, and outer steps often enough for a short run."""
 OWN_MOMENTUM = ("decentlam", "demo", "demuon", "momentum_tracking", "quasi_global_adam", "quasi_global_momentum")
-RATES = {
-    "quasi_global_adam": 0.003,
-    "demo": 0.01,
-    "demuon": 0.01,
-    "gasloc": 0.05,
-    "gasloc, γ = 0.7": 0.1,
-}
-"""Those that step by the gradient's sign or so, or with a momentum around the optimizer's; all others take 0.2."""
+RATES = {"quasi_global_adam": 0.003, "demo": 0.01, "demuon": 0.01}
+"""Those that step by the gradient's sign or so; all others take 0.2."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +74,6 @@ class Config:
 def methods() -> dict[str, Method]:
     made = {name: partial(getattr(df, name), **OPTIONS.get(name, {})) for name in df.algorithms.__all__}
     made |= {f"gradient_tracking, {form}": partial(df.gradient_tracking, form=form) for form in ("semi-atc", "awc")}
-    made["gasloc, γ = 0.7"] = partial(
-        df.gasloc, inner_steps=10, outer_learning_rate=0.4, outer_momentum=0.7, gossip_step=0.5
-    )
     return {
         name: Method(made[name], STATIC, RATES.get(name, 0.2), 0.0 if name in OWN_MOMENTUM else MOMENTUM)
         for name in sorted(made)

@@ -82,8 +82,8 @@ def diloco(loss_fn: Any, optimizer: Any, steps: int, H: int, outer: float) -> Bu
 
 
 def gasloc(loss_fn: Any, optimizer: Any, steps: int, H: int, outer: float) -> Built:
-    topology = df.topology("random-matching", N)
-    return df.gasloc(loss_fn, optimizer, topology, inner_steps=H, outer_learning_rate=outer), steps / H
+    topology, of_diloco = df.topology("random-matching", N), {"outer_learning_rate": outer, "outer_momentum": 0.9}
+    return df.gasloc(loss_fn, optimizer, topology, inner_steps=H, gossip_step=0.25, **of_diloco), steps / H
 
 
 def factored_gossip_diloco(loss_fn: Any, optimizer: Any, steps: int, H: int, outer: float) -> Built:

@@ -164,7 +164,16 @@ METHODS: dict[str, Callable[..., Method]] = {
     "streaming DiLoCo": partial(
         ours, df.streaming_diloco, "complete", inner_steps=16, num_fragments=4, wire_dtype=torch.bfloat16
     ),
-    "GASLoC": partial(ours, df.gasloc, "random-matching", inner_steps=16, wire_dtype=torch.bfloat16),
+    "GASLoC": partial(
+        ours,
+        df.gasloc,
+        "random-matching",
+        inner_steps=16,
+        wire_dtype=torch.bfloat16,
+        outer_learning_rate=0.7,  # DiLoCo's, as its momentum
+        outer_momentum=0.9,
+        gossip_step=0.25,
+    ),
     "Factored Gossip DiLoCo": partial(
         ours, df.factored_gossip_diloco, "random-matching", inner_steps=16, wire_dtype=torch.bfloat16
     ),
