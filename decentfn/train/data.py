@@ -37,6 +37,7 @@ __all__ = [
     "stacked_collate",
     "worker_seed",
 ]
+_numpy = np.random.MT19937(0)
 
 
 @dataclass(frozen=True)
@@ -210,13 +211,9 @@ def seeded(dataset: Any, seed: int = 0) -> Seeded:
     return Seeded(dataset, seed)
 
 
-_numpy = np.random.MT19937(0)
-
-
 @contextmanager
 def _drawing_by(seed: int) -> Iterator[None]:
-    # To read and write the state of NumPy's generator is slow, so the batch draws from another; but that drops a normal
-    # number that NumPy keeps for the next call.
+    # Writing NumPy's state back is slow, unless it keeps a normal number for the next call: the batch draws elsewhere.
     own, kept, before = np.random.get_bit_generator(), np.random.get_state(legacy=False), random.getstate()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -346,12 +343,9 @@ def fixed_shards(parts: Sequence[Tensor | Sequence[int]], batch_size: int, seed:
     def positions(t: int, worker: int) -> Tensor:
         size, first = lists[worker].numel(), t * batch_size
         epochs = range(first // size, (first + batch_size - 1) // size + 1)
-        # Of each epoch, the part that the batch reads.
-        parts = [order(worker, e)[max(first - e * size, 0) : first + batch_size - e * size] for e in epochs]
-        return torch.cat(parts)
+        return torch.cat([order(worker, e)[max(first - e * size, 0) : first + batch_size - e * size] for e in epochs])
 
-    total = sum(part.numel() for part in lists)
-    return Shards(len(lists), batch_size, max(1, total // (len(lists) * batch_size)), positions)
+    return Shards(len(lists), batch_size, max(1, sum(map(len, lists)) // (len(lists) * batch_size)), positions)
 
 
 @checks_numbers
