@@ -20,14 +20,7 @@ from decentfn.core.formatting import brief
 from decentfn.core.numbers import require
 from decentfn.core.trees import PyTree
 from decentfn.gradient.gradient_checks import copied, frozen_under, listed_parameters, require_apart, require_unlisted
-from decentfn.gradient.lending import (
-    Lent,
-    attributes_put_back,
-    entries_of,
-    lock_of_module,
-    own_by_name,
-    weights,
-)
+from decentfn.gradient.lending import Lent, attributes_put_back, entries_of, lock_of_module, own_by_name, weights
 from decentfn.gradient.loss import in_mode, is_pair, require_criterion, watched
 from decentfn.torch_private import functorch
 from decentfn.torch_private.names import WEIGHTS
@@ -98,8 +91,7 @@ class ModuleLoss:
         else:
             with lock_of_module(self.module):
                 self._require_trained(params)
-                entries = entries_of(self.network, self._prefix)
-                own = own_by_name(entries)
+                own = own_by_name(entries := entries_of(self.network, self._prefix))
                 given = self.require_same(own, given)
                 self._hooked = _with_hooks(own, params)
                 self._require_no_hooks(params)

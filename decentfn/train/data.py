@@ -35,6 +35,7 @@ __all__ = [
     "stacked_collate",
     "worker_seed",
 ]
+_numpy = np.random.MT19937(0)
 
 
 @dataclass(frozen=True)
@@ -322,12 +323,9 @@ def fixed_shards(parts: Sequence[Tensor | Sequence[int]], batch_size: int, seed:
     def positions(t: int, worker: int) -> Tensor:
         size, first = lists[worker].numel(), t * batch_size
         epochs = range(first // size, (first + batch_size - 1) // size + 1)
-        # Of each epoch, the part that the batch reads.
-        parts = [order(worker, e)[max(first - e * size, 0) : first + batch_size - e * size] for e in epochs]
-        return torch.cat(parts)
+        return torch.cat([order(worker, e)[max(first - e * size, 0) : first + batch_size - e * size] for e in epochs])
 
-    total = sum(part.numel() for part in lists)
-    return Shards(len(lists), batch_size, max(1, total // (len(lists) * batch_size)), positions)
+    return Shards(len(lists), batch_size, max(1, sum(map(len, lists)) // (len(lists) * batch_size)), positions)
 
 
 @checks_numbers
