@@ -41,7 +41,8 @@ def local_steps(
         worker: the worker; its optimizer is the inner one.
         schedule: from `after_steps`.
         outer: the outer step, `(θ, memory, t) -> (θ, memory)`. Its result is taken when it is due. Where t has no
-            value, as in a user's own trace, it is computed in every step. `memory.phi` are the parameters at the start of the round.
+            value, as in a user's own trace, it is computed in every step. `memory.phi` are the parameters at the start of
+            the round.
         post: messages `(memory, t) -> Posted` that overlap with the gradient; what they mix to is the fourth argument
             of `outer`.
         own_steps: number of steps that each worker takes before each outer step; none: all.

@@ -30,7 +30,7 @@ def top_k(fraction: float = 0.01, *, k: int | None = None) -> Compressor:
         return [(count, plan.dtype), (count, wire.place_dtype(plan.numel))]
 
     def encode(x: Tensor, plan: BucketPlan, key: Key) -> tuple[Tensor, Tensor]:
-        places = x.abs().topk(_count(plan, fraction, k), sorted=False).indices
+        places = wire.largest(x, _count(plan, fraction, k))
         return x.gather(0, places), places.to(wire.place_dtype(plan.numel))
 
     def decode(plan: BucketPlan, values: Tensor, places: Tensor) -> Tensor:

@@ -11,10 +11,12 @@ import torch
 from hypothesis import given
 from scipy.fft import dctn
 from torch.func import vmap
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from decentfn import compressors
 from decentfn.compressors import Key, wire
 from decentfn.core.buckets import BucketPlan, Segment, flatten
+from decentfn.core.scalars import kernels
 
 COMPRESSORS = {
     c.name: c
@@ -201,6 +203,46 @@ def test_top_k_keeps_the_largest():
     places = np.argsort(-np.abs(x.numpy()), kind="stable")[:5]
     expected[places] = x.numpy()[places]
     np.testing.assert_array_equal(y, expected)
+
+
+PATTERNS = {
+    "normal": lambda n: torch.randn(n, generator=torch.Generator().manual_seed(0)),
+    "few are not zero": lambda n: torch.zeros(n).index_fill(0, torch.arange(5, n, 997), -1.0),
+    "every sampled value is large": lambda n: torch.linspace(0, 1, n) + 2 * (torch.arange(n) % (n // 4096) == 0),
+    "every sampled value is small": lambda n: torch.linspace(1, 2, n) * (torch.arange(n) % (n // 4096) != 0),
+    "equal": lambda n: torch.ones(n),
+    "with NaN": lambda n: torch.randn(n).index_fill(0, torch.tensor([7, 4097]), torch.nan),
+}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("k", [1, 300, 9_000, 20_000])
+def test_the_largest_of_many_values_are_those_that_a_sort_finds(pattern, dtype, k):
+    """k distinct places, whose magnitudes are the k largest; NaN counts as larger. Also batched."""
+    x = PATTERNS[pattern](20_000).to(dtype)
+    expected = x.abs().sort(descending=True).values[:k]
+    rows = torch.stack([x, x.flip(0)])
+    for values, places in (
+        (x, wire.largest(x, k)),
+        *zip(rows, vmap(lambda row: wire.largest(row, k))(rows), strict=True),
+    ):
+        assert len(places.unique()) == k
+        assert torch.equal(values[places].abs().sort(descending=True).values.nan_to_num(9), expected.nan_to_num(9))
+
+
+def test_the_largest_of_a_million_values_are_found_without_sorting_them():
+    """Counted: the values that PyTorch's `topk` sees, without which it would move all of them with their places."""
+    seen, x = [], torch.randn(2**20)
+
+    class Counts(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.extend([args[0].numel()] if function is torch.ops.aten.topk.default else [])
+            return function(*args, **kwargs or {})
+
+    with Counts():
+        kernels[wire.largest](x, len(x) // 100)  # in the operator no mode sees it
+    assert seen and sum(seen) < len(x) // 20
 
 
 def test_sign_scales_each_chunk_by_its_mean_magnitude():
