@@ -94,6 +94,40 @@ def test_no_circle_leads_from_a_file_to_itself():
     assert not left
 
 
+PYTHON = re.compile(
+    r"^__(annotations|cause|closure|code|context|dict|func|globals|main|members|metadata|module|mro|name|qualname|self|torch_function|"
+    r"torch_dispatch|traceback|version|wrapped|setattr|getattr|init|new|class|doc)__$"
+)
+PRIVATE = {
+    "gradient/backward.py": {"_is_view", "_version"},
+    "gradient/gradient_checks.py": {"_flat_weights", "_modules", "_parameters"},
+    "gradient/lending.py": {"_parameters"},
+    "gradient/module.py": {"_backward_hooks", "_parameters", "_post_accumulate_grad_hooks"},
+    "optim/transforms/from_torch.py": {"_version"},
+    "optim/transforms/torch_form.py": {"_allgather_base_", "_reduce_scatter_base_", "_version"},
+    "sharded/modules.py": {"_orig_mod"},
+    "core/trees.py": {"__GLOBAL_NAMESPACE"},
+}
+"""Private names of PyTorch and optree outside of `torch_private`; none may come."""
+
+
+def test_private_names_are_in_torch_private_however_they_are_spelled():
+    """As attributes, in getattr or in a string; private is what begins with an underscore and is not defined here."""
+    trees = {str(path.relative_to(ROOT)): [*ast.walk(ast.parse(path.read_text()))] for path in FILES}
+    nodes = [node for its in trees.values() for node in its]
+    ours = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    ours |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    ours |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    ours |= {"_replace", "_fields", "_asdict"}
+    found = {}
+    for name, its in trees.items():
+        used = {node.attr for node in its if isinstance(node, ast.Attribute)}
+        used |= {node.value for node in its if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+        private = {one for one in used if re.fullmatch(r"_[a-z]\w*|__\w+__|__\w+", one) and one not in ours}
+        found[name] = {one for one in private if not PYTHON.search(one)}
+    assert {name: its for name, its in found.items() if its and room_of(ROOT / name) != "torch_private"} == PRIVATE
+
+
 def test_at_most_four_modules_are_loose():
     assert len([path for path in FILES if path.parent == ROOT]) <= 4
 

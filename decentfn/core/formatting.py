@@ -17,13 +17,6 @@ def brief(value: object) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
-def root(error: BaseException) -> BaseException:
-    """Return the first error in this error's chain of causes."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
 def brief_error(error: BaseException) -> str:
     r"""Return an error's type and the first line of its message, with the next line if the first ends in a colon.
 

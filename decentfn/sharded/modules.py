@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from decentfn.comm.collectives import World, close, everyone, met
 from decentfn.core.buckets import Place, Places
 from decentfn.core.formatting import brief
+from decentfn.torch_private.distributed import offset_of_shard
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -202,4 +203,4 @@ def _offset(p: Tensor) -> tuple[int, ...] | None:
     """Return the offset of this process's shard; None if the tensor is not sharded."""
     from torch.distributed.tensor import DTensor
 
-    return tuple(p.__create_chunk_list__()[0].offsets) if isinstance(p, DTensor) else None
+    return offset_of_shard(p) if isinstance(p, DTensor) else None

@@ -13,7 +13,7 @@ from decentfn.comm.collectives import World, everyone, met, named_outside, world
 from decentfn.core.buckets import rows_of
 from decentfn.core.scalars import operator
 from decentfn.errors import RunError, StepMismatch
-from decentfn.torch_private import inductor
+from decentfn.torch_private import distributed, inductor
 from decentfn.torch_private.functorch import with_workers_first
 
 _ops = torch.ops.decentfn
@@ -39,7 +39,7 @@ def _gather_within_worker(x: Tensor, rows: Sequence[int], widths: Sequence[int],
         own[..., : x.shape[-1]] = x
     if longest:
         with _begun(here, "gathering a worker's parameters", parts) as group:
-            group._allgather_base(parts.view(-1), own.view(-1)).wait()
+            distributed.gather_into(group, parts, own)
     if len(rows) == 1 and x.dim() == 1:  # no reordering needed: only the last part that is not empty may be short
         return parts.view(-1)[: rows[0] * widths[0]]
     of_each = [part[..., : sum(its)].split(its, dim=-1) for part, its in zip(parts, sizes, strict=True)]
@@ -61,7 +61,7 @@ def _scatter_within_worker(
     mean = torch.empty_like(parts[0])
     if longest:
         with _begun(here, "averaging a worker's gradients", parts) as group:
-            group._reduce_scatter_base(mean.view(-1), parts.view(-1)).wait()
+            distributed.reduce_scatter_into(group, mean, parts)
     return mean if numel == longest else mean[..., :numel].clone(memory_format=torch.contiguous_format)
 
 
