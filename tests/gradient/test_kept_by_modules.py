@@ -157,8 +157,10 @@ def test_a_buffer_that_the_first_call_shapes_is_named_and_one_call_before_is_rig
 
 
 @pytest.mark.parametrize("others", [False, True])
-@pytest.mark.parametrize("n", [1, 2])
-def test_a_parameter_that_a_plain_dict_hides_is_refused_with_the_name_of_autograd_which_is_right(others, n):
+@pytest.mark.parametrize(
+    ("n", "transform"), [(1, lambda s: s), (2, lambda s: s), (1, lambda s: df.compile(s, backend="eager"))]
+)
+def test_a_parameter_that_a_plain_dict_hides_is_refused_with_the_name_of_autograd_which_is_right(others, n, transform):
     params, buffers, loss_fn = df.functional(Hiding(others), F.mse_loss)
     batch = _batch(0, 0) if n == 1 else df.stack(_batch(0, 0), n)
     for one in (loss_fn, df.autograd(loss_fn)):
@@ -168,7 +170,7 @@ def test_a_parameter_that_a_plain_dict_hides_is_refused_with_the_name_of_autogra
         )
         if one is loss_fn:
             with pytest.raises(ValueError) as error:
-                step(state, batch, 0)
+                transform(step)(state, batch, 0)
             assert "df.autograd(loss_fn)" in "".join(error.value.__notes__)
         else:
             assert torch.isfinite(step(state, batch, 0)[1].loss).all()
