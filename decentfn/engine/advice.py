@@ -48,7 +48,8 @@ def explain(
     said, raised = first_error(error), getattr(error, "inner_exception", error)
     refuse_random(said)
     for told in (said, raised):
-        if isinstance(told, ValueError):  # raised by an optimizer, an algorithm or a wrapper
+        if isinstance(told, ValueError):  # raised by the loss, an optimizer, an algorithm or a wrapper
+            _raise_own(step, state, batch)
             raise told from None
     if torch.is_anomaly_enabled():
         raise RuntimeError(
@@ -64,12 +65,8 @@ def explain(
         return False
     made = f" If another init made the state, a {kind_of(state)}, call this algorithm's." if is_state(state) else ""
     if step.loss_fn is not None and is_state(state):
-        gradient, given = _gradient_alone(step, state), (list(state.params), state.buffers, batch)
-        try:
-            gradient(*trees.cloned(given))
-        except Exception as own:
-            raise own from None
-        if _compiles(gradient, *given, **how):
+        _raise_own(step, state, batch)
+        if _compiles(_gradient_alone(step, state), list(state.params), state.buffers, batch, **how):
             if is_first:
                 return True
             raise RuntimeError(
@@ -91,6 +88,16 @@ def _compiles(function: Callable[..., Any], *arguments: Any, **how: Any) -> bool
     finally:
         allow_saved_tensors_hooks()
     return True
+
+
+def _raise_own(step: Step, state: Any, batch: PyTree) -> None:
+    """Raise the error of a traced loss, with its advice, if it fails without the compiler, too."""
+    if step.is_by_autograd or step.loss_fn is None or not is_state(state):
+        return
+    try:
+        _gradient_alone(step, state)(*trees.cloned((list(state.params), state.buffers, batch)))
+    except Exception as own:
+        raise own from None
 
 
 def _gradient_alone(step: Step, state: Any) -> Callable[..., PyTree]:

@@ -6,6 +6,9 @@ of micro-batches.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,10 +16,9 @@ from decentfn.core import trees
 from decentfn.core.buckets import Buckets, wide
 from decentfn.core.formatting import brief
 from decentfn.core.trees import PyTree
-from decentfn.gradient.loss import LossFn, WrappedLoss, call, require_loss
+from decentfn.gradient.loss import LossFn, WrappedLoss, require_loss
 from decentfn.gradient.result import Gradient, gradient_of
 from decentfn.gradient.scaled import DynamicLossScale
-from decentfn.torch_private import scan
 from decentfn.torch_private.dynamo import constant_while_traced
 
 
@@ -29,9 +31,9 @@ def accumulate(loss_fn: LossFn) -> LossFn:
 
     Every leaf of the batch is `[M, b, ...]`: M micro-batches of b samples. Alternatively the batch is a list of M
     micro-batches of one structure, none of them a bare tensor (a list of tensors is one batch). Their leaves are of any
-    shapes, the same in all micro-batches; with `df.autograd` they may differ between them. A loop processes them: the
-    compiled graph does not grow with M, and the activations of one micro-batch are held at a time; buffers pass from
-    one to the next. The step reports the mean loss, the norm of the mean gradient, and `aux` stacked, `[M, ...]` (a
+    shapes, the same in all micro-batches; with `df.autograd` they may differ between them. They are processed one after
+    another, and buffers pass from one to the next; the loss is called M times. A compiled traced step has all M in its
+    graph, so it compiles for longer; with `df.autograd` the graph does not grow with M. The step reports the mean loss, the norm of the mean gradient, and `aux` stacked, `[M, ...]` (a
     list, where its shapes or names differ).
 
     If the loss is a mean, M micro-batches of size b equal one batch of size M b (except for batch statistics). Each
@@ -115,41 +117,38 @@ def mean_gradient_of(
     loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree, scale: Tensor | None
 ) -> Gradient:
     """Average the gradient over micro-batches: every leaf of `batch` is `[M, ...]`."""
-    stacks = trees.leaves(batch)
+    stacks, template = trees.leaves(batch), trees.enumerate_leaves(batch)
     count = micro_batch_count(stacks)
-    batch_template, buffer_template = trees.enumerate_leaves(batch), trees.enumerate_leaves(buffers)
-    # A compiled loop returns tensors only, so the structure of aux comes from a call whose values are not used.
-    loss, _, aux = call(loss_fn, params.tree(), buffers, trees.fill(batch_template, [x[0] for x in stacks]))
-    aux_template = trees.enumerate_leaves(aux)
-
-    def one(carry: list[Tensor], micro: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        kept = trees.fill(buffer_template, carry[size + 1 :])
-        e = gradient_of(loss_fn, params, kept, trees.fill(batch_template, micro), scale)
-        sums = [total + part for total, part in zip(carry, [*e.grads, e.loss], strict=False)]
-        new = [_kept_dtype(b, old.dtype) for b, old in zip(trees.leaves(e.buffers), carry[size + 1 :], strict=True)]
-        if torch.compiler.is_dynamo_compiling():
-            new = [torch.clone(b) for b in new]  # a compiled loop refuses outputs that are its inputs: frozen buffers
-        return [*sums, *new], trees.leaves(e.aux)
-
-    size = len(params)
-    # Made from the parameters and buffers, so that under vmap the loop starts and ends with the same number of workers.
-    zeros = [torch.zeros_like(b, dtype=wide(b.dtype)) for b in params]
-    no_loss = params[0].new_zeros((), dtype=wide(loss.dtype))
-    start = [*zeros, no_loss, *(torch.clone(b) for b in trees.leaves(buffers))]
-    end, stacked = scan.loop(one, start, stacks)
-    grads = [(total / count).to(b.dtype) for total, b in zip(end, params, strict=False)]
-    mean_loss = (end[size] / count).to(loss.dtype)
-    new_buffers = trees.fill(buffer_template, end[size + 1 :])
-    return Gradient(Buckets(grads, params.plan), mean_loss, trees.fill(aux_template, stacked), new_buffers)
+    kept, parts, total = buffers, [], []
+    for i in range(count):
+        e = gradient_of(loss_fn, params, kept, trees.fill(template, [x[i] for x in stacks]), scale)
+        kept = trees.map(_kept_dtype, e.buffers, buffers)
+        sums = [g.to(wide(g.dtype)) for g in (*e.grads, e.loss)]
+        parts.append(e.aux)
+        total = [x + y for x, y in zip(total, sums, strict=True)] if i else sums
+    *grads, loss = [(x / count).to(x_of.dtype) for x, x_of in zip(total, (*params, e.loss), strict=True)]
+    return Gradient(Buckets(grads, params.plan), loss, stacked(parts), kept)
 
 
-def _kept_dtype(new: Tensor, dtype: torch.dtype) -> Tensor:
+def stacked(rows: Sequence[PyTree]) -> PyTree:
+    """Stack trees leaf by leaf, `[N, ...]`; a list where leaves are not tensors of one shape, or the trees differ."""
+    if any(trees.enumerate_leaves(row) != trees.enumerate_leaves(rows[0]) for row in rows[1:]):
+        return list(rows)
+    return trees.map(lambda *leaves: _stacked(leaves), *rows)
+
+
+def _stacked(rows: Sequence[Any]) -> Any:
+    is_one = all(isinstance(x, torch.Tensor) and x.shape == rows[0].shape for x in rows)
+    return torch.stack(list(rows)) if is_one else list(rows)
+
+
+def _kept_dtype(new: Tensor, old: Tensor) -> Tensor:
     """Return a new buffer in the old one's dtype; raise ValueError if that would truncate it."""
-    if not _can_cast(new.dtype, dtype):
+    if not _can_cast(new.dtype, old.dtype):
         raise ValueError(
-            f"accumulate(loss_fn): a buffer of {dtype} became one of {new.dtype}; a state's buffers keep their dtype."
+            f"accumulate(loss_fn): a buffer of {old.dtype} became one of {new.dtype}; a state's buffers keep their dtype."
         )
-    return new.to(dtype)
+    return new.to(old.dtype)
 
 
 @constant_while_traced

@@ -19,7 +19,7 @@ from decentfn.core import draws, trees
 from decentfn.core.buckets import Buckets, Plan, elements, wide
 from decentfn.core.formatting import brief
 from decentfn.core.trees import PyTree
-from decentfn.gradient.accumulated import separate
+from decentfn.gradient.accumulated import separate, stacked
 from decentfn.gradient.gradient_checks import no_other_weights, require_none, ungiven
 from decentfn.gradient.lending import Lent
 from decentfn.gradient.loss import LossFn, as_given, call, refuse_numpy, require_graph, scalar
@@ -210,10 +210,9 @@ def _apart(new: Tensor, own: Tensor) -> Tensor:
         own.stride(),
     ):
         return own
-    if new.shape != own.shape or not torch.can_cast(new.dtype, own.dtype):
+    if not torch.can_cast(new.dtype, own.dtype):
         raise ValueError(
-            f"df.autograd(loss_fn): a buffer of shape {list(own.shape)}, {own.dtype}, became one of {list(new.shape)}, {new.dtype}; "
-            "a state's buffers keep both. What grows is a plain attribute of the module, without register_buffer."
+            f"df.autograd(loss_fn): a buffer of {own.dtype} became one of {new.dtype}; a state's buffers keep their dtype."
         )
     return torch.empty_like(own).copy_(new.detach())
 
@@ -238,15 +237,3 @@ def _beyond(x: Any) -> Any:
             seen.add(id(item))
             found += gc.get_referents(item)
     return copy.deepcopy(x, copies) if has_tensors else x
-
-
-def stacked(rows: Sequence[PyTree]) -> PyTree:
-    """Stack trees leaf by leaf, `[N, ...]`; a list where leaves are not tensors of one shape, or the trees differ."""
-    if any(trees.enumerate_leaves(row) != trees.enumerate_leaves(rows[0]) for row in rows[1:]):
-        return list(rows)
-    return trees.map(lambda *leaves: _stacked(leaves), *rows)
-
-
-def _stacked(rows: Sequence[Any]) -> Any:
-    is_one = all(isinstance(x, torch.Tensor) and x.shape == rows[0].shape for x in rows)
-    return torch.stack(list(rows)) if is_one else list(rows)

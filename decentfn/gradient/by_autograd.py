@@ -24,9 +24,9 @@ from decentfn.core.formatting import brief
 from decentfn.core.scalars import operator, sent
 from decentfn.core.stacking import batches_of
 from decentfn.core.trees import PyTree
-from decentfn.gradient.accumulated import Accumulated
-from decentfn.gradient.backward import Layout, backward, stacked
-from decentfn.gradient.lending import Apart
+from decentfn.gradient.accumulated import Accumulated, stacked
+from decentfn.gradient.backward import Layout, backward
+from decentfn.gradient.lending import turns
 from decentfn.gradient.loss import LossFn, WrappedLoss, require_loss, unwrapped
 from decentfn.gradient.result import Gradient
 from decentfn.gradient.scaled import DynamicLossScale
@@ -46,7 +46,7 @@ class ByAutograd(WrappedLoss):
         self.name = str(number)  # a constant to the compiler, unlike a number
         self.handle = torch.tensor(number)  # data to the graph, so that losses share code
         self.layouts: list[Layout] = []
-        self.apart = Apart()
+        self.attributes: list[dict[int, Any]] = []  # of each simulated worker, see `turns`
         self.lock = threading.RLock()  # ranks may be threads that share it and PyTorch's generator
         _losses[number] = self
 
@@ -193,11 +193,10 @@ def _kernel(
         else:
             batches = batches_of(data, workers)
             grads, ones = [torch.empty_like(b) for b in params], []
-            for i in range(workers):
+            for i in turns(loss_fn.loss_fn, loss_fn.attributes, workers):
                 its_scale = None if scale is None else scale[i]
                 given = its_scale, [b[i] for b in params], [b[i] for b in buffers], batches[i]
-                with loss_fn.apart.of(loss_fn.loss_fn, i):
-                    one = backward(loss_fn.loss_fn, form, many, int(t), here, here.identity.rank * workers + i, *given)
+                one = backward(loss_fn.loss_fn, form, many, int(t), here, here.identity.rank * workers + i, *given)
                 for rows, row in zip(grads, one.grads, strict=True):
                     rows[i] = row
                 ones.append(one._replace(grads=[]))

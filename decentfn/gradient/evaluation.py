@@ -22,7 +22,7 @@ from decentfn.core.trees import PyTree
 from decentfn.gradient.accumulated import Accumulated, mean_gradient_of, micro_batches, separate
 from decentfn.gradient.by_autograd import ByAutograd, gradient_by_autograd
 from decentfn.gradient.gradient_checks import require_none, ungiven
-from decentfn.gradient.lending import attributes_of, entries_of, lock_of_module, to_evaluate
+from decentfn.gradient.lending import entries_of, lock_of_module, put_back, to_evaluate
 from decentfn.gradient.loss import LossFn, in_mode, refuse_numpy, require_unchanged, takes, tell_eval_mode, unwrapped
 from decentfn.gradient.module import ModuleLoss, ShardedLoss
 from decentfn.gradient.result import Gradient, gradient_of
@@ -157,16 +157,16 @@ def _evaluate(
     try:
         with record_function("decentfn::gradient"):
             e = traced(params, buffers, batch, scale)
+        loss = functorch.by_worker([e.loss])[0][0] if functorch.has_no_value(e.loss) else e.loss
+        if _depends_on_ungiven(loss, (params, buffers, batch)):
+            require_none(ungiven(loss, ()))
+        return e
     except Exception as error:
         refuse_numpy(error)
         refuse_random(error)
-        if (advice := _advice(one, params, buffers, batch, t, many)) is not None:
+        if "df.autograd" not in str(error) and (advice := _advice(one, params, buffers, batch, t, many)) != str(error):
             error.add_note(advice)
         raise
-    loss = functorch.by_worker([e.loss])[0][0] if functorch.has_no_value(e.loss) else e.loss
-    if _depends_on_ungiven(loss, (params, buffers, batch)):
-        require_none(ungiven(loss, ()))
-    return e
 
 
 @contextmanager
@@ -185,41 +185,30 @@ _WAY_OUT = (
 _UNTRIED = _WAY_OUT.replace("can (it was tried)", "may")
 
 
-def _advice(one: LossFn, params: Buckets, buffers: PyTree, batch: PyTree, t: Tensor, many: bool) -> str | None:
-    """Return what to do about a loss that torch.func cannot follow, after a trial of one worker by autograd; None if that fails."""
-    given, leaves = (params, buffers, batch), trees.leaves((params, buffers, batch))
+def _advice(one: LossFn, params: Buckets, buffers: PyTree, batch: PyTree, t: Tensor, many: bool) -> str:
+    """Return what to do about a loss that torch.func cannot follow, after a trial of one worker by autograd.
+
+    If that fails, too, return the error's sentence, or an empty one if it is not ours.
+    """
     try:
-        if is_batched := any(isinstance(x, Tensor) and functorch.is_batched(x) for x in leaves):
-            while any(isinstance(x, Tensor) and functorch.is_batched(x) for x in leaves):
-                leaves = functorch.by_worker(leaves)[0]
-            given = trees.fill(trees.enumerate_leaves(given), leaves)
+        template, leaves = trees.enumerate_leaves((params, buffers, batch)), trees.leaves((params, buffers, batch))
+        while (first := functorch.by_worker(leaves)[0]) is not leaves:
+            leaves = first
+        given = trees.fill(template, leaves)
     except Exception:  # a batch of a kind of its own
         return _UNTRIED
 
-    def run() -> str | None:
-        x, own, data = given if is_batched else (trees.map(torch.clone, params), *given[1:])
+    def run() -> str:
+        x, own, data = trees.map(torch.clone, given[0]), *given[1:]
         try:
-            with _left_alone(one):
+            with put_back(one):
                 gradient_by_autograd(ByAutograd(one, False), x, own, data, t, None, many)
         except Exception as error:
-            return str(error) if isinstance(error, ValueError) and str(error).startswith("loss_fn: ") else None
+            return str(error) if isinstance(error, ValueError) and str(error).startswith("loss_fn: ") else ""
         return _WAY_OUT
 
     with ThreadPoolExecutor(1) as thread:  # the levels of torch.func belong to this one
         return thread.submit(run).result()
-
-
-@contextmanager
-def _left_alone(loss_fn: LossFn) -> Iterator[None]:
-    """Context in which a module of the loss may be called; afterwards its attributes are what they were."""
-    tables = attributes_of(loss_fn.module) if isinstance(loss_fn, ModuleLoss) else []
-    kept = [dict(table) for table in tables]
-    try:
-        yield
-    finally:
-        for table, before in zip(tables, kept, strict=True):
-            table.clear()
-            table.update(before)
 
 
 def _depends_on_ungiven(loss: Tensor, given: PyTree) -> bool:

@@ -1,4 +1,4 @@
-"""Lending of a module's tensors to one worker at a time, and restoring of its plain attributes."""
+"""Lending of a module's tensors and plain attributes to one worker at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from decentfn.core.formatting import brief
 from decentfn.torch_private import functorch
 
 _locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
@@ -178,73 +177,53 @@ def own_by_name(entries: list[Entry]) -> dict[str, Tensor]:
     return own
 
 
-@contextmanager
-def attributes_put_back(call: str, modules: list[nn.Module], is_differentiated: bool) -> Iterator[None]:
-    """Restore at exit the plain attributes that hold torch.func's tensors; refuse one kept between calls.
-
-    Only a gradient tells what is kept, which requires none, from what each call computes of the parameters.
-    """
-    before = [(own, dict(own)) for m in modules for own in (vars(m), m._buffers) if isinstance(own, dict)]
-    buffers = {id(m._buffers) for m in modules}
-    made, lives_on = [], []
-    try:
-        yield
-    finally:
-        for own, old in before:
-            for key in [key for key, x in own.items() if x is not old.get(key) and _holds_tensors(x)]:
-                x, was = own.pop(key), old.get(key)
-                if key in old:
-                    own[key] = was
-                if id(own) in buffers:
-                    made.append(key)
-                elif isinstance(x, Tensor) and not x.requires_grad and isinstance(was, (Tensor, int, float)):
-                    lives_on.append(key)
-    if made:
-        raise ValueError(
-            f"{call}: a call made the buffers {brief(sorted(made))}, which the state does not have; "
-            "run the module once on a batch before df.functional, or write df.autograd(loss_fn)."
-        )
-    if lives_on and is_differentiated:
-        raise ValueError(
-            f"{call}: the module keeps tensors from one call to the next as attributes, {brief(sorted(lives_on))}; a "
-            "traced step loses them. Make buffers of them, self.register_buffer(name, tensor), or let them stay in the module, "
-            "df.autograd(loss_fn)."
-        )
-
-
-def attributes_of(module: nn.Module) -> list[dict[str, Any]]:
-    """Return the tables of attributes of a module and its submodules, and the plain dicts among their values."""
-    nodes = [vars(m) for m in module.modules()]
+def attributes_of(loss_fn: Any) -> list[dict[str, Any]]:
+    """Return the tables of attributes of a loss's modules, and the plain dicts among their values."""
+    nodes = [vars(m) for m in loss_fn.network.modules()] if hasattr(loss_fn, "network") else []
     return [table for node in nodes for table in (node, *(x for x in node.values() if type(x) is dict))]
 
 
-class Apart:
-    """Attributes of a module that hold tensors, such as caches and membranes, apart for each simulated worker."""
+@contextmanager
+def put_back(loss_fn: Any, changed: list[str] | None = None) -> Iterator[None]:
+    """Context in which a loss's modules may be called; afterwards their attributes are what they were.
 
-    def __init__(self) -> None:
-        self._kept: dict[int, list[dict[str, Any]]] = {}
+    With a list `changed`, only if tensors among them have been replaced or added; it gets their names.
+    """
+    tables = attributes_of(loss_fn)
+    before = [dict(table) for table in tables]
+    try:
+        yield
+    finally:
+        pairs = [*zip(tables, before, strict=True)]
+        if changed is not None:
+            changed += sorted(
+                {k for t, old in pairs for k, x in t.items() if x is not old.get(k) and _holds_tensors(x)}
+            )
+        for table, old in pairs if changed is None or changed else ():
+            table.clear()
+            table.update(old)
 
-    @contextmanager
-    def of(self, loss_fn: Any, worker: int) -> Iterator[None]:
-        """Context in which the loss's module has what it kept in earlier calls of this worker, and of no other."""
-        tables = attributes_of(loss_fn.network) if hasattr(loss_fn, "network") else []
-        before = [dict(table) for table in tables]
-        kept = self._kept.get(worker, [])
-        for table, own in zip(tables, kept if len(kept) == len(tables) else ()):  # noqa: B905
-            table.update(own)
-        try:
-            yield
-        finally:
-            self._kept[worker] = kept = [
-                {key: x for key, x in table.items() if x is not old.get(key) and _holds_tensors(x)}
-                for table, old in zip(tables, before, strict=True)
-            ]
-            for table, old, own in zip(tables, before, kept, strict=True):
-                for key in own:
-                    if key in old:
-                        table[key] = old[key]
-                    else:
-                        del table[key]
+
+def turns(loss_fn: Any, kept: list[dict[int, Any]], workers: int) -> Iterator[int]:
+    """Yield each simulated worker's number while the modules have the attributes that its own calls left there.
+
+    `kept` holds them between steps, by table. What is changed between steps is changed for all workers.
+    """
+    tables = attributes_of(loss_fn)
+    now = {id(table): (table, dict(table)) for table in tables}  # with the table, whose id is not given again
+    before = kept[:] if len(kept) == workers else [now] * workers
+    kept.clear()  # after an error, all continue from what the modules have then
+    for worker in range(workers):
+        for table in tables:
+            (_, new), (_, left), (_, its) = (
+                d.get(id(table), now[id(table)]) for d in (now, before[-1], before[worker])
+            )
+            outside = {key for key in new | left if new.get(key, kept) is not left.get(key, kept)}
+            table.clear()
+            table.update({key: x for key, x in its.items() if key not in outside})
+            table.update({key: new[key] for key in outside & new.keys()})
+        yield worker
+        kept.append({id(table): (table, dict(table)) for table in tables})
 
 
 def _holds_tensors(x: Any) -> bool:

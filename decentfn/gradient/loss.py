@@ -210,15 +210,21 @@ def require_graph(loss: Tensor) -> None:
         )
 
 
-def as_given(old: PyTree, new: PyTree) -> PyTree:
+def as_given(old: PyTree, new: PyTree, name: str = "") -> PyTree:
     """Return the new buffers in the old ones' containers: a dict and an OrderedDict order their leaves differently."""
+    if isinstance(old, Tensor) and isinstance(new, Tensor) and new.shape != old.shape:
+        raise ValueError(
+            f"loss_fn: the buffer{name} of shape {list(old.shape)} became one of {list(new.shape)}; a state's buffers keep their "
+            "shapes. If a module's first call shapes it, call the module once on a batch before df.functional, and then write "
+            "df.autograd(loss_fn). What grows is a plain attribute, without register_buffer."
+        )
     if isinstance(old, dict) and isinstance(new, dict):
         if old.keys() != new.keys():
             raise ValueError(
                 f"loss_fn(params, buffers, batch) returned buffers {brief(list(new))} where it was given {brief(list(old))}; "
                 "return all of them, changed or not."
             )
-        pairs = [(key, as_given(old[key], new[key])) for key in old]
+        pairs = [(key, as_given(old[key], new[key], f" {key!r}")) for key in old]
         return OrderedDict(pairs) if isinstance(old, OrderedDict) else dict(pairs)
     if type(old) in (list, tuple) and isinstance(new, (list, tuple)) and len(old) == len(new):
         return type(old)([as_given(o, n) for o, n in zip(old, new, strict=True)])

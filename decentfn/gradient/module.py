@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from decentfn.core.formatting import brief
 from decentfn.core.numbers import require
 from decentfn.core.trees import PyTree
 from decentfn.gradient.gradient_checks import copied, frozen_under, listed_parameters, require_apart, require_unlisted
-from decentfn.gradient.lending import Lent, attributes_put_back, entries_of, lock_of_module, own_by_name, weights
+from decentfn.gradient.lending import Lent, entries_of, lock_of_module, own_by_name, put_back, weights
 from decentfn.gradient.loss import in_mode, is_pair, require_criterion, watched
 from decentfn.torch_private import functorch
 from decentfn.torch_private.names import WEIGHTS
@@ -60,13 +60,6 @@ class ModuleLoss:
         self._places = {
             name.removeprefix(self._prefix): name for name, _ in (*network.named_parameters(), *network.named_buffers())
         }
-        self._computed = [
-            (m, n, x if x.is_leaf else x.detach())
-            for m in self.network.modules()
-            for n, x in m.__dict__.items()
-            if isinstance(x, torch.Tensor)
-        ]
-        """Plain attributes that are tensors, such as weights that spectral norm and pruning compute in every call."""
         self._empty = [(m, n) for m in self.network.modules() for n, x in m._buffers.items() if x is None]
         """Buffers that are None."""
 
@@ -79,14 +72,11 @@ class ModuleLoss:
             self._require_no_hooks(params)
             self._require_trained(params)
             placed = {self._places.get(name, name): x for name, x in given.items()}
-            try:
-                with _reparametrized(self.network, placed, tie_weights=True, stack_weights=True):
-                    loss, aux = self.of(batch)
-                if self._keeps_tensors(params):  # run eagerly, it names them
-                    raise RuntimeError("the module keeps tensors from one call to the next")
-            finally:  # While a step is traced, only attributes that are known to be computed can be restored.
-                for owner, name, x in self._replaced():
-                    setattr(owner, name, x)
+            with _reparametrized(self.network, placed, tie_weights=True, stack_weights=True):
+                loss, aux = self.of(batch)
+            # The compiler itself fails with plain attributes. Run eagerly, `_refuse_changes` names both.
+            if any([getattr(owner, name) is not None for owner, name in self._empty]):
+                raise RuntimeError("a call of the module makes buffers")
             given = dict(zip(given, placed.values(), strict=True))
         else:
             with lock_of_module(self.module):
@@ -95,15 +85,17 @@ class ModuleLoss:
                 given = self.require_same(own, given)
                 self._hooked = _with_hooks(own, params)
                 self._require_no_hooks(params)
-                first = next(iter(params.values()), None)
+                first, changed = next(iter(params.values()), None), []
                 if first is not None and (functorch.is_differentiated(first) or functorch.is_batched(first)):
-                    kept = attributes_put_back(self._call, [*self.network.modules()], first.requires_grad)
+                    kept = put_back(self, changed)
                 elif context.evaluates and not torch.is_grad_enabled():
                     kept = Lent.beside_weights(self, entries, given)
                 else:
                     kept = nullcontext()
                 with kept, weights(entries, given):
                     loss, aux = self.of(batch)
+                if changed and first is not None and first.requires_grad:
+                    self._refuse_changes(changed)
         self.require_in_place(name for name in params if name in given and given[name] is not params[name])
         assigned = {name: x for name, x in given.items() if name in buffers and x is not None and x is not new[name]}
         new.update({name: torch.clone(x) for name, x in assigned.items()})  # a call may assign the batch
@@ -112,18 +104,13 @@ class ModuleLoss:
     def _own(self) -> dict[str, Tensor]:
         return own_by_name(entries_of(self.network, self._prefix))
 
-    def _keeps_tensors(self, params: dict[str, Tensor]) -> bool:
-        """Return True if a traced call made buffers or kept tensors, by the rule of `attributes_put_back`."""
-        if any([getattr(owner, name) is not None for owner, name in self._empty]):
-            return True
-        if not any([p.requires_grad for p in params.values()]):
-            return False
-        return any([not getattr(owner, name).requires_grad for owner, name, _ in self._replaced()])
-
-    def _replaced(self) -> list[tuple[nn.Module, str, Tensor]]:
-        """Return the plain attributes that hold other tensors now, with their own."""
-        now = [(getattr(owner, name), (owner, name, x)) for owner, name, x in self._computed]
-        return [entry for x, entry in now if isinstance(x, Tensor) and x is not entry[2]]
+    def _refuse_changes(self, names: list[str]) -> NoReturn:
+        raise ValueError(
+            f"{self._call}: a call changes the module's attributes {brief(names)}, which a traced step would lose; write "
+            "df.autograd(loss_fn), with which they stay in the module. Or, before df.functional, make a buffer of what lives on, "
+            "self.register_buffer(name, tensor); call the module once on a batch, if its first call makes them; take "
+            "spectral_norm and weight_norm from torch.nn.utils.parametrizations."
+        )
 
     @contextmanager
     def lent(self, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> Iterator[Lent]:

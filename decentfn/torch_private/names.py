@@ -69,14 +69,9 @@ DISPATCH = tuple(
     Private(f"torch._C.{name}", *_OF_DISPATCH)
     for name in ("_dispatch_tls_local_include_set", "_dispatch_tls_local_exclude_set", "_ForceDispatchKeyGuard")
 )
-SCAN = Private(
-    "torch._higher_order_ops.scan",
-    "compile the loop over micro-batches as one loop",
-    "the loop is unrolled: the graph grows with the number of micro-batches",
-)
 WEIGHTS = Private(
     "torch.nn.utils.stateless._reparametrize_module",
-    "give a module other weights in compiled code, also in a loop, where Dynamo lets nothing else write to a module",
+    "give a module other weights in compiled code, where Dynamo lets nothing else write to a module",
     "df.compile is refused",
 )
 GUARDS = Private(
@@ -115,7 +110,6 @@ NAMES = (
     BATCHING,
     DECOMPOSITIONS,
     *DISPATCH,
-    SCAN,
     WEIGHTS,
     GUARDS,
     BACKEND,

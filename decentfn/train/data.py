@@ -35,7 +35,6 @@ __all__ = [
     "stacked_collate",
     "worker_seed",
 ]
-_numpy = np.random.MT19937(0)
 
 
 @dataclass(frozen=True)

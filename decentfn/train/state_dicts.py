@@ -134,11 +134,12 @@ def _with_every_name(module: nn.Module, given: Mapping[str, Any]) -> Mapping[str
     plain = {without_compiled(name): x for name, x in given.items()}
     named: dict[str, Any] = {}
     of_tensor: dict[int, Any] = {}
-    for name, x in module.state_dict(keep_vars=True).items():
+    own = module.state_dict(keep_vars=True)
+    for name, x in own.items():
         if (key := without_compiled(name)) in plain:
             named[name] = of_tensor[id(x)] = plain.pop(key)
     if named:  # else another wrapper's names, see `_require_no_prefix`
-        tied = {n: of_tensor[id(x)] for n, x in module.state_dict(keep_vars=True).items() if id(x) in of_tensor}
+        tied = {n: of_tensor[id(x)] for n, x in own.items() if id(x) in of_tensor}
         return tied | named | plain
     return given
 

@@ -1,4 +1,4 @@
-"""Micro-batches: the gradient of k of them is that of one batch k times as large, in a graph that k does not change."""
+"""Micro-batches: the gradient of k of them is that of one batch k times as large, with k calls of the loss."""
 
 import pytest
 import torch
@@ -6,7 +6,6 @@ from torch import nn
 
 import decentfn as df
 from decentfn.core import trees
-from decentfn.torch_private import scan
 from tests import network
 
 pytestmark = pytest.mark.thorough
@@ -61,37 +60,34 @@ def test_compiled_accumulation_is_the_eager_one(backend):
     assert_close([metrics.loss, metrics.aux], [eager.loss, eager.aux])
 
 
-@pytest.mark.slow
-def test_without_scan_the_loop_is_unrolled_and_gives_the_same(monkeypatch):
-    expected, _ = trajectory("adapt_while_communicate", 4, backend="aot_eager")
-    monkeypatch.setattr(scan, "_scan", None)
-    assert_close(trajectory("adapt_while_communicate", 4, backend="aot_eager")[0], expected)
-
-
 def test_a_list_of_micro_batches_is_stacked():
     stacked, _ = trajectory("all_reduce", 4)
     listed, _ = trajectory("all_reduce", 4, listed=True)
     assert_close(listed, stacked, atol=0, rtol=0)
 
 
-def nodes(k):
-    """The nodes of the compiled graph and of all loops in it, simulated and not."""
-    torch._dynamo.reset()
-    counts = []
+@pytest.mark.parametrize("around", [lambda loss_fn: loss_fn, df.autograd], ids=["traced", "autograd"])
+def test_the_loss_is_called_once_for_each_micro_batch(around):
+    seen = []
 
-    def count(module, inputs):
-        graphs = [m for m in module.modules() if isinstance(m, torch.fx.GraphModule)]
-        counts.append(sum(len(m.graph.nodes) for m in graphs))
-        return module.forward
+    def loss_fn(params, batch):
+        seen.append(float(batch.sum()) if around is df.autograd else None)
+        return ((batch - params) ** 2).mean()
 
-    init, step = accumulating()
-    state, step = df.stack(init(network.params()), N), df.compile(df.simulate(step, N), backend=count)
-    step(state, in_micro_batches(network.batches(N, 0), k), 0)
-    return counts
+    init, step = df.all_reduce(df.accumulate(around(loss_fn)), df.sgd(0.5), df.topology("complete", 1))
+    state, metrics = step(init(torch.zeros(1)), torch.tensor([[1.0], [3.0], [5.0]]), 0)
+    assert len(seen) == 3
+    torch.testing.assert_close(df.params(state), torch.tensor([3.0]))
+    torch.testing.assert_close(metrics.loss, torch.tensor(35.0 / 3))
 
 
-def test_the_graph_does_not_grow_with_the_number_of_micro_batches():
-    assert nodes(2) == nodes(8)
+def test_aux_of_micro_batches_that_differs_in_shape_is_a_list_with_both_gradients():
+    sizes = iter([1, 2] * 2)
+    loss_fn = lambda params, batch: (((batch - params) ** 2).mean(), torch.ones(next(sizes)))  # noqa: E731
+    for one in (loss_fn, df.autograd(loss_fn)):
+        init, step = df.all_reduce(df.accumulate(one), df.sgd(0.5), df.topology("complete", 1))
+        aux = step(init(torch.zeros(1)), torch.tensor([[1.0], [3.0]]), 0)[1].aux
+        assert [list(x.shape) for x in aux] == [[1], [2]]
 
 
 def test_one_graph_serves_a_run_with_accumulation():

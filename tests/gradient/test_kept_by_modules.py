@@ -39,7 +39,22 @@ class Spiking(nn.Module):
         return self.linear(x) + self.membrane
 
 
+class Counting(nn.Module):
+    """A counter, and a flag that says whether the cache is there."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls, self.is_first = nn.Linear(4, 2), 0, True
+
+    def forward(self, x):
+        self.calls += 1
+        if self.is_first:
+            self.is_first, self.graph = False, x.detach().mean(0)
+        return self.linear(x * self.graph) / self.calls
+
+
 MODULES = {
+    "a counter and a flag": Counting,
     "a cache": lambda: Cached(False),
     "a cache in a dict": lambda: Cached(True),
     "a membrane": Spiking,
@@ -81,7 +96,84 @@ def test_simulated_workers_keep_what_each_of_them_would_on_its_own_rank(name, tr
         state, _ = step(state, batch, t)
     for i, own in enumerate(expected):
         torch.testing.assert_close(df.params(df.worker(state, i)), own, rtol=1e-5, atol=1e-6)
-    assert getattr(net, "graph", None) is None and not getattr(net, "tables", None)  # nobody's is left in the module
+    kept, last = ([x for x in vars(m).values() if isinstance(x, (int, torch.Tensor))] for m in (net, nets[N - 1]))
+    torch.testing.assert_close(kept, last)  # the last worker's are left in the module, as on its rank
+
+
+def test_what_is_reset_between_steps_is_reset_for_every_worker():
+    net, algorithm, state = _made(_net("a membrane"))
+    step, state = df.simulate(algorithm.step, N), df.stack(state, N)
+    for t in range(3):
+        batch = trees.map(lambda *rows: torch.stack(rows), *(_batch(i, t) for i in range(N)))
+        net.membrane, before = torch.zeros(2), state
+        state, metrics = step(state, batch, t)
+        _, again, _ = _made(_net("a membrane"))
+        expected = df.simulate(again.step, N)(trees.map(torch.clone, before), batch, t)[1].loss
+        torch.testing.assert_close(metrics.loss, expected)
+
+
+class Shaping(nn.Module):
+    """Its buffer gets its shape in the first call, as the membrane of snntorch's Leaky."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.register_buffer("membrane", torch.zeros(0))
+
+    def forward(self, x):
+        membrane = self.membrane if self.membrane.numel() else torch.zeros(5, 2)
+        self.membrane = (0.5 * membrane + self.linear(x)).detach()
+        return self.linear(x) + self.membrane
+
+
+class Hiding(nn.Module):
+    """Its parameter is in a plain dict, too, from which the call takes it, as in pennylane's TorchLayer."""
+
+    def __init__(self, others):
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.kept, self.others = {"weight": self.linear.weight}, others
+
+    def forward(self, x):
+        y = x @ self.kept["weight"].T
+        return y + self.linear.bias if self.others else y
+
+
+@pytest.mark.parametrize("around", [lambda loss: loss, df.autograd], ids=["traced", "autograd"])
+def test_a_buffer_that_the_first_call_shapes_is_named_and_one_call_before_is_right(around):
+    net = Shaping()
+    for sentence in (
+        r"buffer 'membrane' of shape \[0\] became one of \[5, 2\].*call the module once.*before df.functional",
+        None,
+    ):
+        params, buffers, loss_fn = df.functional(net, F.mse_loss)
+        init, step = df.all_reduce(around(loss_fn), df.sgd(0.1), df.topology("complete", 1))
+        if sentence is None:
+            assert torch.isfinite(step(init(params, buffers), _batch(0, 0), 0)[1].loss)
+        else:
+            with pytest.raises(ValueError, match=sentence):
+                step(init(params, buffers), _batch(0, 0), 0)
+            net(_batch(0, 0)[0])
+
+
+@pytest.mark.parametrize("others", [False, True])
+@pytest.mark.parametrize(
+    ("n", "transform"), [(1, lambda s: s), (2, lambda s: s), (1, lambda s: df.compile(s, backend="eager"))]
+)
+def test_a_parameter_that_a_plain_dict_hides_is_refused_with_the_name_of_autograd_which_is_right(others, n, transform):
+    params, buffers, loss_fn = df.functional(Hiding(others), F.mse_loss)
+    batch = _batch(0, 0) if n == 1 else df.stack(_batch(0, 0), n)
+    for one in (loss_fn, df.autograd(loss_fn)):
+        init, step = df.all_reduce(one, df.sgd(0.1), df.topology("complete", n))
+        state, step = (
+            (init(params, buffers), step) if n == 1 else (df.stack(init(params, buffers), n), df.simulate(step, n))
+        )
+        if one is loss_fn:
+            with pytest.raises(ValueError) as error:
+                transform(step)(state, batch, 0)
+            assert "df.autograd(loss_fn)" in "".join(error.value.__notes__)
+        else:
+            assert torch.isfinite(step(state, batch, 0)[1].loss).all()
 
 
 class _Irreps(tuple):

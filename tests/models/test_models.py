@@ -4,7 +4,7 @@ import pytest
 
 from tests.models.cases import CASES
 from tests.models.registry import import_package
-from tests.models.trial import Differs, attempt
+from tests.models.trial import attempt
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.thorough]  # what other packages warn of
 
@@ -20,8 +20,6 @@ CHEAP = (
 
 REFUSED = {"embedding-that-renormalizes", "weights-clipped-by-data", "weights-normalized-by-data"}
 """They write over trained parameters."""
-SHARED = {"counter-and-running-mean-as-attributes"}
-"""Simulated workers share what it keeps as plain attributes."""
 
 
 def made_by(name):
@@ -40,10 +38,6 @@ def test_a_network_is_trained_as_by_a_plain_loop(name, column):
     case = made_by(name)
     if name in REFUSED:
         with pytest.raises(RuntimeError, match="the loss wrote over"):
-            attempt(case, "autograd", column)
-        return
-    if name in SHARED and column == "simulated":
-        with pytest.raises(Differs):
             attempt(case, "autograd", column)
         return
     worst = attempt(case, "autograd", column)
