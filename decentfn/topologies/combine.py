@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from decentfn.core import draws
 from decentfn.core.numbers import checks_numbers, require, require_at_most, whole_number
 from decentfn.topologies.construct import idle
-from decentfn.topologies.drawn import from_rounds
+from decentfn.topologies.drawn import from_rounds, like
 from decentfn.topologies.graphs import complete
 from decentfn.topologies.rounds import Round, Topology, require_topology
 
@@ -265,15 +265,7 @@ def lazy(topology: Topology, keep: float = 0.5) -> Topology:
         means = None if this.mean_weights is None else (1 - keep) * this.mean_weights
         return Round(this.sources, this.destinations, weights, this.groups, means, this.is_active)
 
-    return from_rounds(
-        f"lazy({topology.name}, {keep:g})",
-        topology.num_workers,
-        round_of,
-        period=topology.period,
-        groups=topology.groups,
-        needs_push_sum=topology.needs_push_sum,
-        start=topology.start,
-    )
+    return like(topology, round_of, f"lazy({topology.name}, {keep:g})")
 
 
 def relabel(topology: Topology, workers: Sequence[int]) -> Topology:
@@ -294,7 +286,7 @@ def relabel(topology: Topology, workers: Sequence[int]) -> Topology:
     require(is_permutation, "relabel", f"expected each of 0..{n - 1} once.", topology=topology, workers=workers)
     places = torch.tensor([whole_number("relabel", "workers", i) for i in workers])
     name_of = torch.cat([places, torch.tensor([-1])])  # index -1, no peer, stays -1
-    return _rearranged(topology, places.argsort(), lambda peers: name_of[peers], lambda groups: groups)
+    return _rearranged(topology, places.argsort(), lambda peers: name_of[peers])
 
 
 def blocks(topology: Topology, count: int) -> Topology:
@@ -310,36 +302,24 @@ def across(topology: Topology, size: int) -> Topology:
     return _rearranged(topology, worker // size, lambda peers: peers * size + (worker % size)[:, None])
 
 
-def _rearranged(
-    topology: Topology,
-    rows: Tensor,
-    renamed: Callable[[Tensor], Tensor],
-    regrouped: Callable[[Tensor], Tensor] | None = None,
-) -> Topology:
-    """Return the schedule whose worker w has the row `rows[w]`, with renamed peers, `[N', K] -> [N', K]`."""
+def _rearranged(topology: Topology, rows: Tensor, renamed: Callable[[Tensor], Tensor]) -> Topology:
+    """Return the schedule whose worker w has the row `rows[w]`, with renamed peers and groups, `[N', K] -> [N', K]`."""
 
     def peers(table: Tensor) -> Tensor:
         return torch.where(table < 0, -1, renamed(table))
 
     def grouped(groups: Tensor) -> Tensor:
-        return peers(groups[:, None])[:, 0] if regrouped is None else regrouped(groups)
+        return peers(groups[rows][:, None])[:, 0]
 
     def round_of(t: Tensor) -> Round:
         this = topology.round(t)
         sources, destinations = peers(this.sources[rows]), peers(this.destinations[rows])
-        groups = None if this.groups is None else grouped(this.groups[rows])
+        groups = None if this.groups is None else grouped(this.groups)
         means = None if this.mean_weights is None else this.mean_weights[rows]
         return Round(sources, destinations, this.weights[rows], groups, means, this.is_active)
 
-    return from_rounds(
-        topology.name,
-        len(rows),
-        round_of,
-        period=topology.period,
-        groups=None if topology.groups is None else torch.stack([grouped(row[rows]) for row in topology.groups]),
-        needs_push_sum=topology.needs_push_sum,
-        start=topology.start,
-    )
+    groups = None if topology.groups is None else torch.stack([grouped(row) for row in topology.groups])
+    return like(topology, round_of, groups=groups)
 
 
 def _switch(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -160,3 +161,10 @@ def from_rounds(
         return tables
     first = sources[:1], weights[:1], groups, None if mean_weights is None else mean_weights[:1]
     return Topology(name, num_workers, *first, needs_push_sum, round_of, repeats=period, start=start)
+
+
+def like(topology: Topology, round_of: Callable[[Tensor], Round], name: str | None = None, **changes: Any) -> Topology:
+    """Make the schedule of these rounds that repeats, groups and needs push-sum as another one does, but for the changes."""
+    same = {name: getattr(topology, name) for name in ("period", "groups", "needs_push_sum", "start")} | changes
+    n = len(round_of(torch.tensor(0)).sources)
+    return from_rounds(name or topology.name, n, round_of, **same)

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import MOST_WORKERS, require, require_at_most, whole_number
+from decentfn.topologies import drawn
 from decentfn.topologies.certificates import Certificate, certificate, consensus_steps
 from decentfn.topologies.combine import combined_anew, lazy, padded
 from decentfn.topologies.construct import from_groups, from_matrices, from_shifts
-from decentfn.topologies.drawn import from_rounds
 from decentfn.topologies.registry import topology as by_name
 from decentfn.topologies.rounds import Edge, Round, Topology, mixing_matrix, require_topology
 
@@ -64,15 +64,14 @@ def without(topology: Topology, workers: Collection[int]) -> Resized:
     rule = f"distinct numbers of lost workers, of 0..{n - 1}; one is left."
     is_subset = lost <= set(range(n)) and len(lost) == len(workers) < n
     require(is_subset, "without", rule, workers=brief(sorted(workers)))
-    if not lost or (same := _same_family(topology, n - len(lost))) is not None:
-        return Resized(same if lost else topology, "same family")
-    if (made := _made_again(topology, lambda part: without(part, workers))) is not None:
-        return made
-    if topology.draw is None and (topology.active is not None or consensus_steps(topology) is None):
-        kept = [worker for worker in range(n) if worker not in lost]
-        if (own := _own_weights(topology, kept)) is not None:
-            return Resized(own, "own weights")
-    return Resized(by_name(ANY_SIZE, n - len(lost)), "another family")
+    if not lost:
+        return Resized(topology, "same family")
+
+    def own() -> Topology | None:
+        settles = topology.draw is not None or (topology.active is None and consensus_steps(topology) is not None)
+        return None if settles else _own_weights(topology, [worker for worker in range(n) if worker not in lost])
+
+    return _of_size(topology, n - len(lost), lambda part: without(part, workers), own)
 
 
 def in_place(topology: Topology, workers: Collection[int]) -> Topology:
@@ -171,14 +170,12 @@ def _widened(made: Topology, like: Topology) -> Topology:
     """The same schedule with idle slots, and groups of one, up to the form of another."""
     if made.slots == like.slots and made.has_groups == like.has_groups:
         return made
-    n = made.num_workers
 
     def round_of(t: Tensor) -> Round:
         return padded(made.round(t), like.slots, has_groups=like.has_groups)
 
-    groups = made.groups if made.has_groups or not like.has_groups else torch.arange(n)[None]
-    options = {"groups": groups, "needs_push_sum": made.needs_push_sum, "start": made.start}
-    return from_rounds(made.name, n, round_of, period=made.period, **options)
+    groups = made.groups if made.has_groups or not like.has_groups else torch.arange(made.num_workers)[None]
+    return drawn.like(made, round_of, groups=groups)
 
 
 def resized(topology: Topology, num_workers: int) -> Resized:
@@ -195,22 +192,13 @@ def resized(topology: Topology, num_workers: int) -> Resized:
     require_at_most("resized", MOST_WORKERS, num_workers=n)
     if n == topology.num_workers:
         return Resized(topology, "same family")
-    if (same := _same_family(topology, n)) is not None:
-        return Resized(same, "same family")
-    made = _made_again(topology, lambda part: resized(part, n))
-    return Resized(by_name(ANY_SIZE, n), "another family") if made is None else made
+    return _of_size(topology, n, lambda part: resized(part, n), lambda: None)
 
 
-def _same_family(topology: Topology, n: int) -> Topology | None:
-    if topology.family is None:
-        return None
-    try:
-        return topology.family(n)
-    except ValueError:  # it has no such size
-        return None
-
-
-def _made_again(topology: Topology, change: Callable[[Topology], Resized]) -> Resized | None:
+def _of_size(
+    topology: Topology, n: int, change: Callable[[Topology], Resized], own: Callable[[], Topology | None]
+) -> Resized:
+    """The schedule of n workers: of the family, of changed parts, with the worker's own weights, or of another family."""
     cases: list[Case] = ["same family"]
 
     def of_part(part: Topology) -> Topology:
@@ -218,11 +206,15 @@ def _made_again(topology: Topology, change: Callable[[Topology], Resized]) -> Re
         cases.append(case)
         return made
 
-    try:
-        made = combined_anew(topology, of_part)
-    except ValueError:  # the parts' schedules do not combine, as `lossy` and group averages
-        return None
-    return None if made is None else Resized(made, max(cases, key=get_args(Case).index))
+    if topology.family is not None:
+        with suppress(ValueError):  # it has no such size
+            return Resized(topology.family(n), "same family")
+    with suppress(ValueError):  # the parts' schedules do not combine, as `lossy` and group averages
+        if (made := combined_anew(topology, of_part)) is not None:
+            return Resized(made, max(cases, key=get_args(Case).index))
+    if (made := own()) is not None:
+        return Resized(made, "own weights")
+    return Resized(by_name(ANY_SIZE, n), "another family")
 
 
 def _own_weights(topology: Topology, kept: list[int]) -> Topology | None:
