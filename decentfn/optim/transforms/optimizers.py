@@ -42,7 +42,7 @@ def new_moments(params: Buckets) -> AdamState:
 def moments(grads: Buckets, state: AdamState, b1: float, b2: float) -> AdamState:
     """Return Adam's next count and running means."""
     mu = each(lambda m, g: torch.lerp(m, g.to(m.dtype), 1 - b1), state.mu, grads)
-    nu = each(lambda v, g: torch.addcmul(b2 * v, g.to(v.dtype), g.to(v.dtype), value=1 - b2), state.nu, grads)
+    nu = each(lambda v, g: (b2 * v).addcmul_(g.to(v.dtype), g.to(v.dtype), value=1 - b2), state.nu, grads)
     return AdamState(state.count + 1, mu, nu)
 
 
@@ -224,8 +224,8 @@ def _direction(grads: Buckets, mu: Buckets, nu: Buckets, k: Tensor, b1: float, b
     correction2 = once(1 / torch.sqrt(1 - b2 ** k.to(torch.float64)))
 
     def one(g: Tensor, m: Tensor, v: Tensor) -> Tensor:
-        root = torch.sqrt(v) * correction2.to(v.dtype) + eps
-        return (m * correction1.to(m.dtype) / root).to(g.dtype)
+        root = (torch.sqrt(v) * correction2.to(v.dtype)).add_(eps)
+        return (m * correction1.to(m.dtype)).div_(root).to(g.dtype)
 
     return each(one, grads, mu, nu)
 

@@ -1,0 +1,188 @@
+"""Everyday calls beside the plain PyTorch that does the same: `python -m tests.costs`, a table for docs/performance.md.
+
+CPU time of one thread, interleaved medians, one process; outside CI, which counts instead (tests/test_costs.py).
+"""
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+import decentfn as df
+from tests.allocations import peak_of
+
+ROUNDS = 15
+WIDTHS = {"10M": (512, 2050), "50k": (64, 160)}
+
+
+def network(size: str) -> nn.Module:
+    d, h = WIDTHS[size]
+    inner = [layer for _ in range(2) for layer in (nn.Linear(h, h), nn.ReLU())]
+    return nn.Sequential(nn.Linear(d, h), nn.ReLU(), *inner, nn.Linear(h, 1))
+
+
+def batch_of(size: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(32, WIDTHS[size][0]), torch.randn(32, 1)
+
+
+def plain_step(size: str, **options: Any) -> Callable[[], Any]:
+    module, (x, y) = network(size), batch_of(size)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, **options)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        mse_loss(module(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def our_step(size: str, optimizer: Any, transform: Any = lambda step: step, around: Any = None, of: Any = None) -> Any:
+    params, buffers, loss_fn = df.functional(network(size), mse_loss)
+    algorithm = df.adapt_while_communicate(of(loss_fn) if of else loss_fn, optimizer, df.topology("complete", 1))
+    init, step = around(algorithm) if around else algorithm
+    state, step, batch, t = init(params, buffers), transform(step), batch_of(size), 0
+
+    def one() -> None:
+        nonlocal state, t
+        state, _ = step(state, batch, t)
+        t += 1
+
+    return one
+
+
+def medians(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(3 + ROUNDS):
+        for name, call in calls.items():
+            start = time.process_time()
+            call()
+            if number >= 3:
+                times[name].append(1e3 * (time.process_time() - start))
+    return {name: statistics.median(its) for name, its in times.items()}
+
+
+def print_rows(calls: dict[str, Callable[[], Any]], beside: str) -> None:
+    found = medians(calls)
+    for name, ms in found.items():
+        if name != beside:
+            print(f"| {name} | {ms:.3g} | {beside} {found[beside]:.3g} | {ms / found[beside]:.2f} |", flush=True)
+
+
+def steps(size: str) -> None:
+    fused = lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True)  # noqa: E731
+    compiled = {
+        f"`df.from_torch(AdamW(fused=True))`, {size}, compiled": our_step(size, df.from_torch(fused), df.compile),
+        f"`df.adamw`, {size}, compiled": our_step(size, df.adamw(1e-3), df.compile),
+        "fused AdamW loop": plain_step(size, fused=True),
+    }
+    print_rows(compiled, "fused AdamW loop")
+    eager = {
+        f"`df.adamw`, {size}, eager": our_step(size, df.adamw(1e-3)),
+        f"the same, `df.donate`, {size}": our_step(size, df.adamw(1e-3), df.donate),
+        "AdamW loop": plain_step(size),
+    }
+    print_rows(eager, "AdamW loop")
+    around = {
+        f"`df.guard`, {size}, eager": our_step(size, df.adamw(1e-3), around=df.guard),
+        f"`df.dynamic_loss_scale`, {size}, eager": our_step(size, df.adamw(1e-3), of=df.dynamic_loss_scale),
+        "the step without": our_step(size, df.adamw(1e-3)),
+    }
+    print_rows(around, "the step without")
+
+
+def distances() -> None:
+    for n, size in ((1, 9_462_801), (64, 62_561)):
+        init, _ = df.adapt_then_combine(lambda p, b: p["w"].sum(), df.sgd(0.1), df.topology("base", n))
+        state = init({"w": torch.randn(size)})
+        state = state if n == 1 else df.stack(state, n)
+        name = f"`df.consensus_distance`, {n} x {size:.2g} parameters"
+        print_rows({name: partial(df.consensus_distance, state), "clone": state.params[0].clone}, "clone")
+
+
+def evaluations() -> None:
+    block = partial(nn.TransformerEncoderLayer, 64, 4, 128, 0.0, batch_first=True, norm_first=True)
+    deep = nn.Sequential(nn.Linear(16, 64), *[block() for _ in range(12)], nn.Linear(64, 1))
+    for name, module, shape in (("12 layers", deep, (8, 16, 16)), ("50k", network("50k"), (32, 64))):
+        batches = [(torch.randn(shape), torch.randn(*shape[:-1], 1)) for _ in range(20)]
+        params, buffers, loss_fn = df.functional(module, mse_loss)
+        init, _ = df.adapt_then_combine(loss_fn, df.sgd(0.1), df.topology("complete", 1))
+
+        def plain(module: nn.Module = module, batches: Any = batches) -> float:
+            module.eval()
+            with torch.no_grad():
+                total = sum(mse_loss(module(x), y) * len(x) for x, y in batches)
+            module.train()
+            return float(total)
+
+        ours = partial(df.evaluate, loss_fn, init(params, buffers), batches)
+        print_rows({f"`df.evaluate`, {name}, 20 batches": ours, "plain loop": plain}, "plain loop")
+
+
+def epochs() -> None:
+    data = TensorDataset(torch.randn(50_000, 64), torch.randint(0, 10, (50_000,)))
+    shards, fixed = df.data.shards(50_000, 1, 32), df.data.fixed_shards([torch.arange(50_000)], 32)
+
+    def read(loader: Callable[[], DataLoader[Any]]) -> Callable[[], int]:
+        return lambda: sum(1 for _ in loader())
+
+    def ours(dealt: Any, dataset: Any = data) -> Callable[[], int]:
+        sampler = partial(df.data.batch_sampler, dealt, 0, steps=shards.steps_per_epoch)
+        return read(lambda: DataLoader(dataset, batch_sampler=sampler()))
+
+    calls = {
+        "an epoch of 50,000 samples, `shards`": ours(shards),
+        "`fixed_shards`": ours(fixed),
+        "`seeded`": ours(shards, df.data.seeded(data)),
+        "DataLoader": read(lambda: DataLoader(data, batch_size=32, shuffle=True, drop_last=True)),
+    }
+    print_rows(calls, "DataLoader")
+
+
+def restoring() -> None:
+    import hashlib
+
+    init, _ = df.adapt_then_combine(lambda p, b: p["w"].sum(), df.adam(0.1), df.topology("complete", 1))
+    state = init({"w": torch.randn(10_000_000)})
+    with tempfile.TemporaryDirectory() as folder:
+        df.checkpoint.save(folder, state, 0)
+        file = max(Path(folder).rglob("*.safetensors"), key=lambda path: path.stat().st_size)
+        calls = {
+            "`df.checkpoint.restore`, 120 MB": partial(df.checkpoint.restore, folder, state),
+            "reading and hashing": lambda: hashlib.sha256(file.read_bytes()).digest(),
+        }
+        print_rows(calls, "reading and hashing")
+
+
+def memory() -> None:
+    """Peak of a step beside what was there before, the state among it, in copies of the parameters."""
+    kinds = {"eager": lambda step: step, "`df.donate`": df.donate, "compiled": df.compile}
+    for kind, transform in kinds.items():
+        step = our_step("10M", df.adamw(1e-3), transform)
+        for _ in range(3):
+            step()
+        copies = peak_of(step) / sum(4 * p.numel() for p in network("10M").parameters())
+        print(f"| memory that a step of Adam adds to its state, 10M, {kind} | {copies:.1f} copies | | |", flush=True)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    df.init()
+    print("| call | here, ms | plain PyTorch, ms | ratio |\n|---|---:|---:|---:|")
+    for size in WIDTHS:
+        steps(size)
+    for part in (distances, evaluations, epochs, restoring, memory):
+        part()
+
+
+if __name__ == "__main__":
+    main()
