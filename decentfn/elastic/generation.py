@@ -89,15 +89,12 @@ class Generation(Hooks):
         """Return True if the host polls its GPU for messages, because NCCL does not tell of a loss."""
         return self.world.device.type != "cpu"
 
-    def next(self, members: Members) -> Generation:
-        """Return the generation that follows, with this process as a member."""
-        return Generation(self.world, members, self.seat, self.run, self._is_gone, self._known)
-
-    def seated(self, seat: int, is_gone: Callable[[int], bool]) -> Generation:
-        """Return the same generation for a process that has this seat now."""
-        return Generation(self.world, self.members, seat, self.run, is_gone, self._known)
-
-    # -- hooks --------------------------------------------------------------------------------------------------------
+    def next(
+        self, members: Members, seat: int | None = None, is_gone: Callable[[int], bool] | None = None
+    ) -> Generation:
+        """Return the generation of these members, this process among them, with another seat if it is given one."""
+        seat = self.seat if seat is None else seat
+        return Generation(self.world, members, seat, self.run, is_gone or self._is_gone, self._known)
 
     def take_part(self, *, sees_newcomers: bool) -> None:
         """Begin the next step of the world with all others, and tell them whether this process sees newcomers."""
@@ -166,8 +163,6 @@ class Generation(Hooks):
             self._await_gpu(torch.cuda.current_stream().record_event().query)
         else:
             self._arriving += works
-
-    # -- schedules, liveness and connections --------------------------------------------------------------------------
 
     def has_schedules(self, size: int) -> bool:
         """Return True if the topologies of the steps have schedules of `size` processes in their place."""

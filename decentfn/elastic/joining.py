@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 import time
 from collections.abc import Sequence
@@ -21,7 +20,6 @@ from uuid import uuid4
 
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 import decentfn
@@ -94,21 +92,6 @@ def wait_for_run(here: World, store: Store, timeout: timedelta) -> World:
     alone = Generation(here, Members(0, (), (0,)), 0, PrefixStore(f"{_RUN} {name}", store))
     here.become(identity=identity, channels=Channels(identity, None, timeout), hooks=(alone,))
     return here
-
-
-def store_of_environment(timeout: timedelta) -> Store:
-    """Return the store at MASTER_ADDR and MASTER_PORT."""
-    host, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
-    if not host or not port.isdecimal():
-        raise ValueError(
-            f"init(join=True): MASTER_ADDR={host!r}, MASTER_PORT={port!r}; set both to the address of the run's store."
-        )
-    try:
-        return TCPStore(host, int(port), is_master=False, timeout=timeout)
-    except RuntimeError as error:
-        raise ExchangeTimeout(
-            f"init(join=True, timeout={timeout}): no store answers at {host}:{port}: {brief_error(error)}"
-        ) from error
 
 
 # -- the newcomer -----------------------------------------------------------------------------------------------------

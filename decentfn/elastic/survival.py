@@ -218,8 +218,9 @@ class _Survivor:
             joining.require_same(here, run, state)
             while True:
                 seat = joining.new_seat(here, run)
+                alone = generation_of(here)
                 self._open_door(seat)
-                begin(here, generation_of(here).seated(seat, self._liveness.is_gone))
+                begin(here, alone.next(alone.members, seat, self._liveness.is_gone))
                 told = joining.await_admission(run, seat, self._liveness)
                 try:
                     self._liveness.learn(told.seats)

@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -43,6 +44,21 @@ def store_of_run(timeout: timedelta) -> tuple[Store, int, int]:
         raise ExchangeTimeout(
             f"init(timeout={timeout}) with {place}: the store of rank 0 does not answer ({brief_error(error)}); are both "
             "right, does rank 0 run, and is the port open?"
+        ) from error
+
+
+def store_of_environment(timeout: timedelta) -> Store:
+    """Return the store at MASTER_ADDR and MASTER_PORT."""
+    host, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    if not host or not port.isdecimal():
+        raise ValueError(
+            f"init(join=True): MASTER_ADDR={host!r}, MASTER_PORT={port!r}; set both to the address of the run's store."
+        )
+    try:
+        return TCPStore(host, int(port), is_master=False, timeout=timeout)
+    except RuntimeError as error:
+        raise ExchangeTimeout(
+            f"init(join=True, timeout={timeout}): no store answers at {host}:{port}: {brief_error(error)}"
         ) from error
 
 

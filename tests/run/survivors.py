@@ -92,6 +92,11 @@ or not, when it has sent all. `joins`: a step before which the others wait for a
 `calls`: after each step, the workers also call what is called outside steps; `dies_in`: a worker, a step and one of these."""
 
 
+def members(world):
+    """Seats and places of the processes, which without `df.survive` are their ranks."""
+    return generation_of(world).members[1:] if world.hooks else (range(world.size), range(world.size))
+
+
 def evaluated(state, place):
     """The mean over all workers' samples, of which each has one; its metric is its place."""
     return df.evaluate(lambda x, batch: batch.double().mean(), state, [torch.full((1,), place)])
@@ -182,9 +187,9 @@ def main(spec, rank):
                 x=state.params.tensors[0].view(local, -1).mean(0).tolist(),
                 weight=1.0 if w is None else float(w.mean()),
                 workers=world.num_workers,
-                seats=list(generation_of(world).members.seats),
+                seats=list(members(world)[0]),
                 generation=world.changes,
-                places=list(generation_of(world).members.places),
+                places=list(members(world)[1]),
                 graphs=counters["stats"]["unique_graphs"],
                 calls=said,
             )
