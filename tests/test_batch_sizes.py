@@ -60,16 +60,15 @@ def batch_of(subject, size, *axes):
     return x, torch.randint(7, (*axes, *classes(size)))
 
 
-def run(subject, wrap=lambda loss_fn: loss_fn, workers=N, axes=(), change=lambda step: step, stacked=True, sizes=SIZES):
+def run(subject, wrap=lambda loss_fn: loss_fn, workers=N, axes=(), runs=None, stacked=True, sizes=SIZES):
     """Take a step for each size; return the number of graphs."""
     params, buffers, loss_fn = df.functional(SUBJECTS[subject][0](), nn.functional.cross_entropy)
     init, step = df.adapt_while_communicate(wrap(loss_fn), df.sgd(0.1), df.topology("one-peer-exp", workers))
     state, graphs = init(params, buffers), []
     if stacked:
         state, step, axes = df.stack(state, workers), df.simulate(step, workers), (workers, *axes)
-    step = change(step)
-    if step.num_runs:
-        state, axes = df.stack_runs([state] * step.num_runs), (step.num_runs, *axes)
+    if runs is not None:
+        state, step, axes = df.stack_runs([state] * runs), df.sweep(step, runs), (runs, *axes)
     step = df.compile(step, backend=counted("eager", graphs))
     for t, size in enumerate(sizes):
         state, _ = step(state, batch_of(subject, size, *axes), t)
@@ -81,7 +80,7 @@ MODES = {
     "by autograd": {"workers": 1, "stacked": False, "wrap": df.autograd},
     "simulated": {},
     "simulated by autograd": {"wrap": df.autograd},
-    "swept": {"change": lambda step: df.sweep(step, 2)},
+    "swept": {"runs": 2},
     "accumulated": {"wrap": df.accumulate, "axes": (2,)},
 }
 
