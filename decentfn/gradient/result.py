@@ -75,6 +75,7 @@ class Gradient(NamedTuple):
 
 def where_good(condition: Tensor | None, new: PyTree, old: PyTree) -> PyTree:
     """Return `new` if the condition (0-d bool) holds or is None, else `old` (or what it returns), leaf by leaf."""
+    # Not callable(old), which Dynamo cannot trace of a dict.
     if condition is None or functorch.holds(condition):
         return new
     return trees.map(lambda a, b: torch.where(condition, a, b), new, old() if isinstance(old, FunctionType) else old)
