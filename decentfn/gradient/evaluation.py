@@ -157,7 +157,7 @@ def _evaluate(
     try:
         with record_function("decentfn::gradient"):
             e = traced(params, buffers, batch, scale)
-        loss = functorch.by_worker([e.loss])[0][0] if functorch.has_no_value(e.loss) else e.loss
+        loss = functorch.all_rows(e.loss, e.loss)[0] if functorch.is_batched(e.loss) else e.loss
         if _depends_on_ungiven(loss, (params, buffers, batch)):
             require_none(ungiven(loss, ()))
         return e

@@ -42,7 +42,7 @@ def new_moments(params: Buckets) -> AdamState:
 def moments(grads: Buckets, state: AdamState, b1: float, b2: float) -> AdamState:
     """Return Adam's next count and running means."""
     mu = each(lambda m, g: torch.lerp(m, g.to(m.dtype), 1 - b1), state.mu, grads)
-    nu = each(lambda v, g: (b2 * v).addcmul_(g.to(v.dtype), g.to(v.dtype), value=1 - b2), state.nu, grads)
+    nu = each(lambda v, g: torch.addcmul(b2 * v, g.to(v.dtype), g.to(v.dtype), value=1 - b2), state.nu, grads)
     return AdamState(state.count + 1, mu, nu)
 
 
