@@ -24,8 +24,8 @@ import torch.distributed as dist  # noqa: E402
 
 import decentfn as df  # noqa: E402
 from decentfn.comm import collectives  # noqa: E402
-from decentfn.comm.collectives import connections  # noqa: E402
 from decentfn.core import trees  # noqa: E402
+from decentfn.elastic import gpus  # noqa: E402
 from decentfn.testing import problem  # noqa: E402
 from tests import contract  # noqa: E402
 from tests.gpu import training  # noqa: E402
@@ -216,8 +216,8 @@ def left(world: Any, folder: Path, hows: list[str]) -> Any:
         noticed = str(error)
     world.hang_up()  # others may wait on gloo's connections
     world.let_go()
-    connections.abort_default_group()
-    connections.default_group(dist.PrefixStore("generation 1", store), rank, left, TIMEOUT, device)
+    gpus.abort_default_group()
+    gpus.default_group(dist.PrefixStore("generation 1", store), rank, left, TIMEOUT, device)
     x, heard = torch.full((2,), float(rank), device=device), torch.zeros(2, device=device)
     ops = [dist.P2POp(dist.irecv, heard, (rank - 1) % left), dist.P2POp(dist.isend, x, (rank + 1) % left)]
     for work in dist.batch_isend_irecv(ops):
@@ -232,7 +232,7 @@ def left(world: Any, folder: Path, hows: list[str]) -> Any:
 
 def survive(world: Any, folder: Path, hows: list[str]) -> Any:
     """The last rank dies after it has begun a step and before its messages, and the next one between two steps."""
-    seat, last = world.seat, world.size - 1
+    seat, last = world.rank, world.size - 1
 
     @df.autograd
     def loss(params: Any, batch: Any) -> Any:
@@ -249,7 +249,11 @@ def survive(world: Any, folder: Path, hows: list[str]) -> Any:
             os.kill(os.getpid(), signal.SIGKILL)
         state, _ = step(state, survivors.gradient(seat, t).to(world.device), t)
         line = {"t": t, "x": state.params.tensors[0].tolist(), "weight": 1.0, "at": time.time()}
-        line |= {"generation": world.generation, "seats": world.seats, "backend": str(dist.get_backend_config())}
+        line |= {
+            "generation": world.changes,
+            "seats": list(survivors.members(world)[0]),
+            "backend": str(dist.get_backend_config()),
+        }
         with (folder / f"{seat}.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
     os._exit(0)  # aborted communicators are not released in order
@@ -274,7 +278,7 @@ def start(job: str) -> Any:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         dist.init_process_group("nccl", timeout=TIMEOUT)
     if job in ("left", "survive"):
-        os.environ |= connections.ENVIRONMENT
+        os.environ |= gpus.ENVIRONMENT
     timeout = timedelta(seconds=30) if job == "killed" else TIMEOUT
     return df.init(backend=backend, timeout=timeout, processes_per_worker=2 if job == "sharded" else None)
 
