@@ -259,6 +259,32 @@ def test_an_optimizer_that_counts_in_its_groups_equals_itself_under_a_scheduler(
     assert_equal(df.params(state), plain_loop(make, start(), scheduler=scheduler))
 
 
+class Lookahead(torch.optim.Optimizer):
+    """Counts down to its slow step in its groups."""
+
+    def __init__(self, params, every, lr=0.05):
+        super().__init__(params, {"lr": lr, "every": every, "left": every})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["left"] -= 1
+            for p in group["params"]:
+                slow = self.state[p].setdefault("slow", p.clone())
+                p -= group["lr"] * p.grad
+                if group["left"] == 0:
+                    p.copy_(slow.lerp_(p, 0.5))
+            group["left"] = group["left"] or group["every"]
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 4, 8])
+def test_a_counter_of_any_period_is_a_counter(every):
+    make = partial(Lookahead, every=every)
+    init, step = built(make, None)
+    state, _ = ours(step, init(start()))
+    assert_equal(df.params(state), plain_loop(make, start()))
+
+
 def test_a_tensor_that_a_user_gives_as_rate_stays():
     rate = torch.tensor(0.05)
     init, step = built(lambda params: torch.optim.AdamW(params, lr=rate), SCHEDULERS["factor"])

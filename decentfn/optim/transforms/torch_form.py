@@ -100,6 +100,7 @@ class Form:
         self.has_modes = hasattr(optimizer, "eval")
         # Of others, some clip in place, perhaps not in a trial.
         self.writes_gradients = not type(optimizer).__module__.startswith("torch.optim.")
+        self.groups: list[dict[str, Kind]] = [{} for _ in before]
         self.rates = [float(group["lr"]) for group in before if group.get("lr") is not None]
         for trial in range(TRIALS):
             grads = trial_gradient(plan, self.device, trial)
@@ -114,6 +115,8 @@ class Form:
                 ) from error
             pairs = zip(grads, trial_gradient(plan, self.device, trial), strict=True)
             self.writes_gradients |= any(g._version or not torch.equal(g, given) for g, given in pairs)
+            for own, group, old in zip(self.groups, optimizer.param_groups, before, strict=True):
+                own |= {k: kind for k, v in group.items() if k != "lr" and (kind := changed(v, old.get(k))) is not None}
             trials.append([{k: kind_of(v) for k, v in optimizer.state.get(p, {}).items()} for _, p in named])
         rule = f"{name} keeps other things after later steps than after its first, so no state has room for them."
         require(all(kinds == trials[0] for kinds in trials), CALL, rule)
@@ -132,10 +135,6 @@ class Form:
         ]
         shared = {*self.of_leaves, *self.of_elements}
         self.others = {n: [k for k in own if k not in shared] for n, own in zip(self.names, self.kinds, strict=True)}
-        self.groups = [
-            {k: kind for k, v in group.items() if k != "lr" and (kind := changed(v, old.get(k))) is not None}
-            for group, old in zip(optimizer.param_groups, before, strict=True)
-        ]
         self.template = trees.enumerate_leaves(self.first_state(ones(plan, self.device)))
         """Positions of the tensors in a state."""
 
