@@ -42,9 +42,8 @@ def calling(call: str, *, of_state: bool = False) -> Iterator[None]:
 class _Header(NamedTuple):
     nbytes: int
     exchanges: int
-    """Exchanges made by this process; -1: neither they nor the step are compared."""
+    """Exchanges made by this process; -1: neither they nor its last step `t`, which may have rested, are compared."""
     t: int
-    """Last step of this process, which need not have exchanged anything."""
     text: str
 
 
