@@ -534,7 +534,7 @@ def init_raises(values, local="2"):
         ([True] * 4, "", "init(processes_per_worker=True)"),
         (["nodes"] * 4, "", "init(processes_per_worker='nodes')"),
         (["node"] * 4, "", "LOCAL_WORLD_SIZE is not set on rank 0"),
-        ([2, 2, 4, 2], "", "on all of them alike (rank 2: 4, rank 0: 2)"),
+        ([2, 2, 4, 2], "", "be the same on all (rank 2: 4, rank 0: 2)"),
         ([2, 2, 3, 2], "", "init(processes_per_worker=3)"),
     ],
 )

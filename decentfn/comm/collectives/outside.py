@@ -42,7 +42,7 @@ def calling(call: str, *, of_state: bool = False) -> Iterator[None]:
 class _Header(NamedTuple):
     nbytes: int
     exchanges: int
-    """Exchanges made by this process; -1: not compared."""
+    """Exchanges made by this process; -1: neither they nor its last step `t`, which may have rested, are compared."""
     t: int
     text: str
 
@@ -90,7 +90,7 @@ def met(
 
 
 def _require_same(here: World, processes: range, headers: list[_Header]) -> None:
-    if len({header[1::2] for header in headers}) == 1:  # texts and exchanges
+    if len({header[1:] for header in headers}) == 1:
         return
     texts, size = [header.text for header in headers], here.processes_per_worker
     usual = max(texts, key=texts.count)
@@ -99,15 +99,15 @@ def _require_same(here: World, processes: range, headers: list[_Header]) -> None
         others = [
             (other, its)
             for other, its in zip(processes, headers, strict=True)
-            if (other - rank) % size == 0 and -1 != its.exchanges != header.exchanges != -1
+            if (other - rank) % size == 0 and its[1:3] != header[1:3] and -1 not in (its.exchanges, header.exchanges)
         ]
         if header.text != usual:
             said = f"process {first} calls {usual}, process {rank} calls {header.text}"
         elif others:
             other, its = others[0]
             said = (
-                f"{usual.split(': ')[0]}: process {rank} calls it after step t={header.t} and {header.exchanges} exchanges, process "
-                f"{other} after step t={its.t} and {its.exchanges}"
+                f"{usual.split(': ')[0]}: process {rank} calls it after step t={header.t} and {header.exchanges} "
+                f"exchanges, process {other} after step t={its.t} and {its.exchanges}"
             )
         else:
             continue
