@@ -1,5 +1,7 @@
 """An eager donated step computes what the pure step computes, in the memory of the state that it was given."""
 
+import copy
+
 import pytest
 import torch
 
@@ -142,4 +144,20 @@ def test_a_donated_step_after_an_eager_one_overwrites_neither_the_batch_nor_an_o
     state, _ = step(first, batch, 0)
     df.donate(step)(state, torch.ones(3, 2), 1)
     assert torch.equal(df.buffers(state)["last"], torch.ones(3, 2)) and torch.equal(batch, torch.zeros(3, 2))
+    assert all(torch.equal(a, b) for a, b in zip(trees.leaves(first), trees.leaves(kept), strict=True))
+
+
+@pytest.mark.parametrize("donating", [df.donate, lambda step: df.compile(step, backend="eager")])
+def test_a_copy_keeps_a_state_whose_outer_memory_a_pure_step_passed_on(donating):
+    def loss_fn(params, batch):
+        return (params["w"] - batch).square().mean()
+
+    init, step = df.diloco(loss_fn, df.sgd(0.1), df.topology("complete", 1), inner_steps=2)
+    first, batch = init({"w": torch.ones(2)}), torch.zeros(2)
+    kept = trees.map(torch.clone, first)
+    state, _ = step(first, batch, 0)
+    assert state.memory.phi[0] is first.memory.phi[0]  # docs/gotchas.md
+    own = copy.deepcopy(state)
+    donating(step)(own, batch, 1)
+    assert not torch.equal(own.memory.phi[0], first.memory.phi[0])
     assert all(torch.equal(a, b) for a, b in zip(trees.leaves(first), trees.leaves(kept), strict=True))

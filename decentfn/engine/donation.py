@@ -17,9 +17,9 @@ from decentfn.kit.step import Step
 def donate(step: Step | Callable[..., Any]) -> Step:
     """Return an eager step that writes the new state over the one it is given, when the step is done.
 
-    As with an in-place optimizer, the state that was passed in *is* the new state; the peak of memory stays that of a
-    pure step. A compiled step needs less, is faster and donates by itself; use this for runs too short to compile, and
-    to inspect a step.
+    As with an in-place optimizer, the state that was passed in *is* the new state. A pure step returns what it did not
+    change (φ in an inner step) as the same tensor, so a donated step from either state changes the other, too:
+    copy.deepcopy(state) first. The peak of memory is a pure step's; a compiled step needs less, is faster and donates.
 
     Args:
         step: a step of this library, a simulated step, or any pure function of the same form.
