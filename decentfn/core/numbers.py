@@ -119,9 +119,8 @@ def plain(call: str, parameters: Mapping[str, inspect.Parameter], arguments: Map
 
 def bind(function: Callable[..., Any], signature: inspect.Signature, args: Any, kwargs: Any) -> inspect.BoundArguments:
     """Bind arguments to a function's signature; if they do not fit, raise a TypeError that names the argument."""
-    kinds = [p.kind for p in signature.parameters.values()]
     unknown = [name for name in kwargs if name not in signature.parameters]
-    if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
+    if unknown and inspect.Parameter.VAR_KEYWORD not in [p.kind for p in signature.parameters.values()]:
         known = list(signature.parameters)
         if known[0] == "learning_rate" and args and (hint := _of_torch_optim(args[0])):
             raise TypeError(f"{function.__name__}({brief(args[0])}, {unknown[0]}=...): {hint}")
@@ -154,6 +153,8 @@ def checks_numbers(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_dynamo_compiling():  # which warns of @cache
+            return function(*args, **kwargs)
         bound = bind(function, signature, args, kwargs)
         bound.arguments.update(plain(function.__name__, signature.parameters, bound.arguments))
         return function(*bound.args, **bound.kwargs)
@@ -162,9 +163,8 @@ def checks_numbers(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _kinds(parameter: inspect.Parameter) -> frozenset[str]:
-    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-        return frozenset()
-    return _kinds_in(str(parameter.annotation))
+    is_rest = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    return frozenset() if is_rest else _kinds_in(str(parameter.annotation))
 
 
 @cache
