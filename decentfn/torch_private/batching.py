@@ -66,6 +66,8 @@ def _moved(op: Any, *args: Any, **kwargs: Any) -> Any:
     given = [*args, default] if len(args) == place else list(args)
 
     def compute(rows: list[Any]) -> Any:
+        if isinstance(rows[0], list):  # of torch.cat, which leaves out empty vectors
+            rows[0] = [x for x in rows[0] if x.dim() != 2 or x.shape[1] != 0] or rows[0]
         if isinstance(rows[1], (list, tuple)):  # sizes
             rows[1] = [rows[0].shape[0], *rows[1]]
         rows[place] += rows[place] >= 0
@@ -99,12 +101,19 @@ def _convolution(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _samples(op: Any, *args: Any, **kwargs: Any) -> Any:
+    mask = kwargs.get("attn_mask")
+    shared = mask is None or mask.dim() == 2 and type(mask) is not Tensor  # a batched one has the plain type here
+
     def compute(rows: list[Any]) -> Any:
+        *rows, mask = rows
         first = rows[0].shape[:2]
+        if not shared:
+            mask = mask.reshape(mask.shape[0], *[1] * (5 - mask.dim()), *mask.shape[1:])
+            kwargs["attn_mask"] = mask.expand(*first, *mask.shape[2:]).flatten(0, 1)
         out = op(*(x.flatten(0, 1) if isinstance(x, Tensor) else x for x in rows), **kwargs)
         return trees.map(lambda x: x.unflatten(0, first), out)
 
-    return _of_rows(args, compute)
+    return _of_rows([*args, None if shared else mask], compute)
 
 
 def _index(x: Tensor, dim: int, index: Tensor) -> Tensor:
