@@ -68,7 +68,7 @@ def _moved(op: Any, *args: Any, **kwargs: Any) -> Any:
     def compute(rows: list[Any]) -> Any:
         if isinstance(rows[0], list):  # of torch.cat, which leaves out empty vectors
             rows[0] = [x for x in rows[0] if x.dim() != 2 or x.shape[1] != 0] or rows[0]
-        if isinstance(rows[1], (list, tuple)):  # sizes
+        elif isinstance(rows[1], (list, tuple)):  # sizes
             rows[1] = [rows[0].shape[0], *rows[1]]
         rows[place] += rows[place] >= 0
         return op(*rows, **kwargs)
