@@ -64,7 +64,7 @@ def main() -> None:
 
     model.train()
     while t < config.steps:
-        sampler.set_epoch(t // len(loader))  # a resumed run begins its epoch anew
+        sampler.set_epoch(t // len(loader))  # a resumed run begins its epoch again
         for images, labels in loader:
             if t == config.steps:
                 break
