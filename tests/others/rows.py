@@ -95,7 +95,7 @@ def is_ours(error: BaseException, said: str) -> bool:
     """Return True if this library refused: it raised the error, or the message names one of its functions."""
     frames = traceback.extract_tb(error.__traceback__)
     raised_here = bool(frames) and frames[-1].filename.startswith(HERE) and (frames[-1].line or "").startswith("raise ")
-    return raised_here or "df." in said
+    return raised_here or "df." in said or "Error: init(" in said  # a launcher passes on the text alone
 
 
 def in_one_line(sentence: str) -> str:
