@@ -157,7 +157,7 @@ def _forward_backward(
     except RuntimeError as error:
         refuse_numpy(error)
         raise
-    loss = scalar(loss)
+    loss = scalar(loss) if isinstance(given, Lent) else loss  # a function's is one already
     others = ungiven(loss, (given.leaves, getattr(given, "own", None), batch)) if is_first and given.constant else []
     require_graph(loss)
     with no_other_weights(loss) if is_first and isinstance(given, _Function) else nullcontext():

@@ -67,6 +67,7 @@ class ModuleLoss:
         """Run the module with these parameters and copies of these buffers; leave no tensor of torch.func in it."""
         new = {name: b if name in self.frozen else torch.clone(b) for name, b in buffers.items()}
         given = {**params, **new}
+        changed: list[str] = []
         require_unlisted(self._call, self._listed, params)
         if torch.compiler.is_dynamo_compiling():
             self._require_no_hooks(params)
@@ -85,7 +86,7 @@ class ModuleLoss:
                 given = self.require_same(own, given)
                 self._hooked = _with_hooks(own, params)
                 self._require_no_hooks(params)
-                first, changed = next(iter(params.values()), None), []
+                first = next(iter(params.values()), None)
                 if first is not None and (functorch.is_differentiated(first) or functorch.is_batched(first)):
                     kept = put_back(self, changed)
                 elif context.evaluates and not torch.is_grad_enabled():
@@ -94,9 +95,9 @@ class ModuleLoss:
                     kept = nullcontext()
                 with kept, weights(entries, given):
                     loss, aux = self.of(batch)
-                if changed and first is not None and first.requires_grad:
-                    self._refuse_changes(changed)
         self.require_in_place(name for name in params if name in given and given[name] is not params[name])
+        if changed and next(iter(params.values())).requires_grad:
+            self._refuse_changes(changed)
         assigned = {name: x for name, x in given.items() if name in buffers and x is not None and x is not new[name]}
         new.update({name: torch.clone(x) for name, x in assigned.items()})  # a call may assign the batch
         return loss, (new, aux)

@@ -16,6 +16,7 @@ from torch import Tensor
 from decentfn.comm import collectives
 from decentfn.core import draws, trees
 from decentfn.core.buckets import Buckets, Plan
+from decentfn.core.context import context
 from decentfn.core.formatting import brief
 from decentfn.core.scalars import as_step
 from decentfn.core.trees import PyTree
@@ -151,13 +152,16 @@ class Step:
             self._require_next(number, last)
         with (
             collectives.whole_step(number, donated=self._overwrites) as here,
-            collectives.resting(self.schedules, number),
             draws.torch_draws(number, here.identity.place),
         ):
-            if self.is_by_autograd and not functorch.has_no_value(state.params.tensors[0]):
-                result = with_side_channel(self.run, state, batch, t)
-            else:
-                result = self.run(state, batch, t)
+            outer, context.resting = context.resting, collectives.resting(self.schedules, number)
+            try:
+                if self.is_by_autograd and not functorch.has_no_value(state.params.tensors[0]):
+                    result = with_side_channel(self.run, state, batch, t)
+                else:
+                    result = self.run(state, batch, t)
+            finally:
+                context.resting = outer
             if self._overwrites and isinstance(x, Buckets):
                 x.taken_at = number  # even if an error follows
         if self.watch is not None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -65,16 +64,13 @@ class Row(NamedTuple):
     given: Tensor  # [K] float64, weights of its messages at the receivers; W[j, i], while `weights` are W[i, j]
 
 
-@contextmanager
-def resting(schedules: Sequence[Topology], t: int) -> Iterator[None]:
-    """Context of step t in which `rests` is True of these schedules, if none of them has a round in it."""
-    here, outer = context.step_world or world(), context.resting
-    is_due = any(here.schedule(one).round(t).is_active for one in schedules)
-    context.resting = () if is_due else tuple(schedules)
-    try:
-        yield
-    finally:
-        context.resting = outer
+def resting(schedules: Sequence[Topology], t: int) -> tuple[Topology, ...]:
+    """Return the schedules of step t, of which `rests` is then True, if none of them has a round in it."""
+    here = context.step_world or world()
+    for one in schedules:
+        if here.schedule(one).round(t).is_active:
+            return ()
+    return tuple(schedules)
 
 
 def rests(*topologies: Topology) -> bool:
@@ -82,7 +78,13 @@ def rests(*topologies: Topology) -> bool:
 
     A constant of compiled code, which is compiled for either value.
     """
-    return all(any(one is other for other in context.resting) for one in topologies)
+    for one in topologies:
+        for other in context.resting:
+            if one is other:
+                break
+        else:
+            return False
+    return True
 
 
 _FACTS, _GROUP = 5, 2
