@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from decentfn.comm.collectives import Channels, Hooks, Session, World
 from decentfn.core.formatting import brief_error
-from decentfn.elastic import gpus
+from decentfn.elastic import connections
 from decentfn.errors import PeerLost
 from decentfn.topologies import Topology
 from decentfn.topologies.resized import enlarged, in_place
@@ -153,7 +153,7 @@ class Generation(Hooks):
     def on_loss(self, groups: list[Any]) -> None:
         """End the kernels of the GPU that wait for others."""
         if self.polls:
-            gpus.abort(groups)
+            connections.abort(groups)
 
     def wait_on_gpu(self, works: list[Any] | None) -> None:
         """Keep a step's works for its end; wait for a collective outside steps."""
@@ -197,8 +197,8 @@ class Generation(Hooks):
     ) -> Any:
         """Connect processes that come within this time; raise RuntimeError if one is lost."""
         seats = [self.members.seats[rank] for rank in ranks]
-        gpus.meet(store, rank, len(ranks), within or timeout, lambda: self.require_present(seats))
-        return gpus.connected(store, rank, len(ranks), timeout)
+        connections.meet(store, rank, len(ranks), within or timeout, lambda: self.require_present(seats))
+        return connections.connected(store, rank, len(ranks), timeout)
 
     @property
     def roll(self) -> Store:
@@ -268,7 +268,7 @@ class _Reconnected(Channels):
         if generation.polls:
             self.shared.outside[self.identity.processes] = self.group
             store, device = PrefixStore("default", self.store), self.identity.device
-            self.group = gpus.default_group(store, rank, size, self.longest_wait, device)
+            self.group = connections.default_group(store, rank, size, self.longest_wait, device)
             generation.world.adopt(self.group)
 
 
@@ -292,7 +292,7 @@ def go_on(here: World, members: Members, patience: timedelta) -> Generation:
     here.hang_up(also_apart=True)
     if before.polls:
         here.let_go()
-        gpus.abort_default_group()
+        connections.abort_default_group()
     else:
         here.channels.let_go()
     made = before.next(members)

@@ -6,7 +6,7 @@ import logging
 import os
 
 from decentfn.comm.collectives import World
-from decentfn.elastic.gpus import require_recoverable
+from decentfn.elastic.connections import require_recoverable
 from decentfn.kit.step import Step
 from decentfn.topologies.resized import in_place
 

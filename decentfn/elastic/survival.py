@@ -21,7 +21,7 @@ from decentfn.core.buckets import Buckets, each
 from decentfn.core.formatting import brief, brief_error
 from decentfn.core.scalars import as_step
 from decentfn.core.trees import PyTree
-from decentfn.elastic import gpus, joining
+from decentfn.elastic import connections, joining
 from decentfn.elastic.generation import Generation, Members, awaited_run, begin, generation_of, go_on
 from decentfn.elastic.joining import Admission
 from decentfn.elastic.liveness import Liveness
@@ -191,7 +191,7 @@ class _Survivor:
                 process=here.rank,
             ) from error
         if generation_of(here).polls:
-            gpus.watch(weakref.ref(here), lambda here: generation_of(here).require_present())
+            connections.watch(weakref.ref(here), lambda here: generation_of(here).require_present())
 
     def _open_door(self, seat: int) -> None:
         """Let others see that this process exists."""

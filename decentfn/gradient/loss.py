@@ -81,7 +81,7 @@ def _tensors(loss_fn: Any) -> dict[str, Tensor]:
         sharded.own_shards(loss_fn.module)
     norms = [m for m in loss_fn.network.modules() if m.training and hasattr(m, "track_running_stats")]
     moved = {id(b) for m in norms for b in m.buffers(recurse=False)}
-    own = loss_fn._own().items()
+    own = loss_fn.own().items()
     return {n: x for n, x in own if id(x) not in moved and type(sharded.local(x)) in (Tensor, nn.Parameter)}
 
 

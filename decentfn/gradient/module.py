@@ -20,7 +20,7 @@ from decentfn.core.formatting import brief
 from decentfn.core.numbers import require
 from decentfn.core.trees import PyTree
 from decentfn.gradient.gradient_checks import copied, frozen_under, listed_parameters, require_apart, require_unlisted
-from decentfn.gradient.lending import Lent, entries_of, lock_of_module, own_by_name, put_back, weights
+from decentfn.gradient.lending import Entry, Lent, entries_of, lock_of_module, own_by_name, put_back, weights
 from decentfn.gradient.loss import in_mode, is_pair, require_criterion, watched
 from decentfn.torch_private import functorch
 from decentfn.torch_private.names import WEIGHTS
@@ -53,7 +53,7 @@ class ModuleLoss:
         self._shapes = _shapes(params), _shapes(buffers)
         self.param_attributes = {name: vars(x) for name, x in params.items()}
         self._trained = _trained(network)
-        own = self._own()
+        own = self.own()
         listed = listed_parameters(network.modules()) if buffers else set()
         self._listed = sorted(name for name, x in own.items() if name in buffers and id(x) in listed)
         self._hooked = _with_hooks(own, params)
@@ -82,7 +82,7 @@ class ModuleLoss:
         else:
             with lock_of_module(self.module):
                 self._require_trained(params)
-                own = own_by_name(entries := entries_of(self.network, self._prefix))
+                own = own_by_name(entries := self.entries())
                 given = self.require_same(own, given)
                 self._hooked = _with_hooks(own, params)
                 self._require_no_hooks(params)
@@ -102,8 +102,13 @@ class ModuleLoss:
         new.update({name: torch.clone(x) for name, x in assigned.items()})  # a call may assign the batch
         return loss, (new, aux)
 
-    def _own(self) -> dict[str, Tensor]:
-        return own_by_name(entries_of(self.network, self._prefix))
+    def entries(self) -> list[Entry]:
+        """Return all places of parameters and buffers."""
+        return entries_of(self.network, self._prefix)
+
+    def own(self) -> dict[str, Tensor]:
+        """Return the module's own tensors by name."""
+        return own_by_name(self.entries())
 
     def _refuse_changes(self, names: list[str]) -> NoReturn:
         raise ValueError(
@@ -118,7 +123,7 @@ class ModuleLoss:
         """Context in which the module's own parameters and buffers have these values."""
         with lock_of_module(self.module):
             self._require_trained(params, is_differentiated=True)
-            lent = Lent(self, entries_of(self.network, self._prefix), {**params, **buffers}, buffers)
+            lent = Lent(self, self.entries(), {**params, **buffers}, buffers)
             self.require_same(lent.own, {**params, **buffers})
             lent.leaves = [lent.own[name] for name in params]
             lent.constant = dict(zip(params, lent.leaves, strict=True))
@@ -212,7 +217,7 @@ class ModuleLoss:
                         f"{wanted.get(leaf, 'none')}; call init(params, buffers), not swapped, with what it returned with the loss. "
                         "Freeze untrained parameters before that, with requires_grad_(False)."
                     )
-        self._hooked = _with_hooks(self._own(), params)  # also those registered since, which Dynamo does not see
+        self._hooked = _with_hooks(self.own(), params)  # also those registered since, which Dynamo does not see
 
     def require_batch(self, batch: Any) -> None:
         """Require a tuple or list of inputs and targets, or keyword arguments: a tensor's rows would unpack as well."""
@@ -268,9 +273,7 @@ class ShardedLoss(ModuleLoss):
                     sharded.local(p).copy_(params[name] if name in params else buffers[name])
                     p.grad = None
             others = {name: b for name, b in buffers.items() if name not in self.frozen}
-            entries = [
-                entry for entry in entries_of(self.network, self._prefix) if not isinstance(entry.own, nn.Parameter)
-            ]
+            entries = [entry for entry in self.entries() if not isinstance(entry.own, nn.Parameter)]
             lent = Lent(self, entries, others, buffers)
             lent.leaves = [own[name] for name in params]
             with lent:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -70,15 +69,19 @@ class Gradient(NamedTuple):
                 return where(Buckets([flags[id(plan)] for plan in new.plan.buckets], new.plan), new, old)
 
             u, opt = where(used, u, each(torch.zeros_like, u)), trees.map_nodes(Buckets, stays, opt, old)
-        return self.keep(u, lambda: each(torch.zeros_like, u)), self.keep(opt, old)
+        return self.keep(u, each(nothing_like, u)), self.keep(opt, old)
 
 
 def where_good(condition: Tensor | None, new: PyTree, old: PyTree) -> PyTree:
-    """Return `new` if the condition (0-d bool) holds or is None, else `old` (or what it returns), leaf by leaf."""
-    # Not callable(old), which Dynamo cannot trace of a dict.
+    """Return `new` if the condition (0-d bool) holds or is None, else `old`, leaf by leaf."""
     if condition is None or functorch.holds(condition):
         return new
-    return trees.map(lambda a, b: torch.where(condition, a, b), new, old() if isinstance(old, FunctionType) else old)
+    return trees.map(lambda a, b: torch.where(condition, a, b), new, old)
+
+
+def nothing_like(x: Tensor) -> Tensor:
+    """Return a 0 of this dtype that `where_good` broadcasts."""
+    return x.new_zeros(())
 
 
 def gradient_of(loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree, scale: Tensor | None) -> Gradient:

@@ -31,7 +31,7 @@ class Transform(NamedTuple):
     """Transform or wrapper that made a step."""
 
     name: str
-    """Of its function: compile, donate, simulate, sweep; guard, average_buffers."""
+    """Name of its function: compile, donate, simulate, sweep; guard, average_buffers."""
     size: int | None = None
     """Number of workers simulated, or of runs swept."""
 

@@ -19,7 +19,16 @@ from decentfn.core import trees
 from decentfn.core.buckets import Buckets, all_finite, each, global_norm, is_finite, known_finite, loose, scale, where
 from decentfn.core.context import context
 from decentfn.core.trees import PyTree
-from decentfn.gradient import DynamicLossScale, Gradient, LossFn, Weight, evaluate, where_good, within_worker_of
+from decentfn.gradient import (
+    DynamicLossScale,
+    Gradient,
+    LossFn,
+    Weight,
+    evaluate,
+    nothing_like,
+    where_good,
+    within_worker_of,
+)
 from decentfn.kit.options import DEFAULTS, Options, require_arguments
 from decentfn.kit.preconditions import fast_gossip_momentum, require_whole
 from decentfn.kit.start import lay_out
@@ -172,7 +181,7 @@ class Worker:
             good, local = common if together else own, local._replace(scale=scaling.advance(scale, common))
         elif together:  # the average leaves the bad ones out, so the result is good
             return g._replace(norm=norm), local
-        grads, counts = where_good(own, g.grads, lambda: each(torch.zeros_like, g.grads)), g.good
+        grads, counts = where_good(own, g.grads, each(nothing_like, g.grads)), g.good
         return g._replace(grads=grads, good=good if counts is None else good & counts, norm=norm), local
 
     def update(

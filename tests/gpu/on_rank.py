@@ -25,7 +25,7 @@ import torch.distributed as dist  # noqa: E402
 import decentfn as df  # noqa: E402
 from decentfn.comm import collectives  # noqa: E402
 from decentfn.core import trees  # noqa: E402
-from decentfn.elastic import gpus  # noqa: E402
+from decentfn.elastic import connections  # noqa: E402
 from decentfn.testing import problem  # noqa: E402
 from tests import contract  # noqa: E402
 from tests.gpu import training  # noqa: E402
@@ -216,8 +216,8 @@ def left(world: Any, folder: Path, hows: list[str]) -> Any:
         noticed = str(error)
     world.hang_up()  # others may wait on gloo's connections
     world.let_go()
-    gpus.abort_default_group()
-    gpus.default_group(dist.PrefixStore("generation 1", store), rank, left, TIMEOUT, device)
+    connections.abort_default_group()
+    connections.default_group(dist.PrefixStore("generation 1", store), rank, left, TIMEOUT, device)
     x, heard = torch.full((2,), float(rank), device=device), torch.zeros(2, device=device)
     ops = [dist.P2POp(dist.irecv, heard, (rank - 1) % left), dist.P2POp(dist.isend, x, (rank + 1) % left)]
     for work in dist.batch_isend_irecv(ops):
@@ -278,7 +278,7 @@ def start(job: str) -> Any:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         dist.init_process_group("nccl", timeout=TIMEOUT)
     if job in ("left", "survive"):
-        os.environ |= gpus.ENVIRONMENT
+        os.environ |= connections.ENVIRONMENT
     timeout = timedelta(seconds=30) if job == "killed" else TIMEOUT
     return df.init(backend=backend, timeout=timeout, processes_per_worker=2 if job == "sharded" else None)
 

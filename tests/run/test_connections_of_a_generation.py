@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from decentfn.elastic import gpus
+from decentfn.elastic import connections
 
 MINUTES = timedelta(minutes=10)
 
@@ -26,15 +26,15 @@ class Last(dist.Store):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_process_that_dies_after_it_has_come_is_not_waited_for(rank, monkeypatch):
     """gloo itself would try five times for the whole timeout of `df.init`."""
-    monkeypatch.setattr(gpus, "_CONNECTING", timedelta(seconds=0.1))
+    monkeypatch.setattr(connections, "_CONNECTING", timedelta(seconds=0.1))
     store, since = dist.HashStore(), time.monotonic()
     store.set("came 0", "")
     store.set("came 1", "")
     with pytest.raises(RuntimeError, match="died"):
         dist.ProcessGroupGloo(Last(store), 1 - rank, 2, MINUTES)
-    gpus.meet(store, rank, 2, MINUTES, lambda: None)
+    connections.meet(store, rank, 2, MINUTES, lambda: None)
     with pytest.raises(RuntimeError, match=r"[Tt]imed? ?out"):
-        gpus.connected(store, rank, 2, MINUTES)
+        connections.connected(store, rank, 2, MINUTES)
     assert time.monotonic() - since < MINUTES.total_seconds() / 2
 
 
@@ -43,6 +43,6 @@ def test_whoever_waits_for_a_lost_process_hears_of_it_at_once():
         raise RuntimeError("process 1 has ended")
 
     with pytest.raises(RuntimeError, match="process 1 has ended"):
-        gpus.meet(dist.HashStore(), 0, 2, MINUTES, lost)
+        connections.meet(dist.HashStore(), 0, 2, MINUTES, lost)
     with pytest.raises(RuntimeError, match="did not come"):
-        gpus.meet(dist.HashStore(), 0, 2, timedelta(0), lambda: None)
+        connections.meet(dist.HashStore(), 0, 2, timedelta(0), lambda: None)

@@ -27,7 +27,7 @@ Connect = Callable[[Store, int, Sequence[int], timedelta], Any]
 
 
 class Shared(NamedTuple):
-    """What channels over one store have in common."""
+    """Parts that channels over one store share."""
 
     turn: threading.Lock
     """Lock held during a collective outside steps: two threads' collectives must not mix."""

@@ -8,7 +8,7 @@ from decentfn.topologies import Topology
 
 
 class Hooks:
-    """What a room does at some points of a world's steps; `World.become` sets the hooks. By default nothing."""
+    """Calls of another room at some points of a world's steps; `World.become` sets them. By default they do nothing."""
 
     changes = 0
     """Number of times that the processes have changed."""

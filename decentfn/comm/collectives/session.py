@@ -95,7 +95,7 @@ class Note(NamedTuple):
     rank: int
     calls: int
     steps: list[tuple[int, int]]
-    """Of its last steps, the number of calls before it, and t."""
+    """For each of its last steps, the number of calls before it, and t."""
     peer: int | None
     """Rank that it waited for."""
     timed_out: bool

@@ -36,7 +36,7 @@ ENVIRONMENT = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # its monitor does not end the process after a dump
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",  # it does not sleep with its lock, four times as long
 }
-"""What PyTorch reads when it makes a group of NCCL."""
+"""Variables that PyTorch reads when it makes a group of NCCL."""
 
 _LOOK_S = 0.2
 _POLL_S = 0.005
