@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import importlib
 import json
 import multiprocessing
@@ -32,7 +33,7 @@ with contextlib.suppress(ImportError):
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "others" / "program.py"
-LIMIT = 60
+LIMIT = 120
 
 
 class Refused(Exception):
@@ -77,10 +78,11 @@ def compare(folder: str) -> None:
         raise Differs(f"{ends.tolist()}, the law has {program.law().tolist()}")
 
 
-def run(*command: object, **variables: object) -> None:
-    """Run a command; raise what its processes said last if it fails."""
+def run(*command: object, here: str | None = None, **variables: object) -> None:
+    """Run a command, in this folder; raise what its processes said last if it fails."""
     environment = os.environ | {name: str(value) for name, value in variables.items()}
-    finished = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, timeout=LIMIT)
+    said = {"capture_output": True, "text": True, "timeout": LIMIT}
+    finished = subprocess.run([*map(str, command)], env=environment, cwd=here, **said)
     said = [line for line in (finished.stdout + finished.stderr).splitlines() if "Error: " in line]
     if finished.returncode:
         raise Refused((said or [finished.stderr[-300:]])[0])
@@ -108,9 +110,51 @@ def with_a_group(rank: int, folder: str, port: int, **options: Any) -> None:
         dist.destroy_process_group()
 
 
-@launcher("torch", "`torchrun --standalone`")
-def torchrun(folder: str) -> None:
-    run(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, PROGRAM, folder)
+def of_the_page(packages: str, heading: str, *, special: str = "") -> None:
+    """Register a row: the block under a heading of docs/started_by.md, as it stands, with this program as `training`."""
+
+    def start(folder: str) -> None:
+        page = (ROOT / "docs" / "started_by.md").read_text()
+        [(language, block)] = re.findall(
+            r"```(bash|python)\n(.*?)```", page.split(f"\n## {heading}\n")[1].split("\n## ")[0], re.DOTALL
+        )
+        with tempfile.TemporaryDirectory() as here:
+            main = f"def main():\n    train({folder!r})\n\n\nif __name__ == '__main__':\n    main()\n"
+            Path(here, "training.py").write_text(f"from tests.others.program import train\n\n\n{main}")
+            patch = "from tests.models.registry import import_package\n\nimport_package('torchvision')\n"  # as above
+            Path(here, "sitecustomize.py").write_text(patch)
+            script = Path(here, f"start.{language}")
+            script.write_text(block.replace("29500", str(free_port())))
+            path = f"{here}:{ROOT}"
+            run(sys.executable if language == "python" else "bash", script, PYTHONPATH=path, here=here)
+
+    def attempt(folder: str) -> None:
+        start(folder)
+        if heading != "torchrun" and (found := _ends(folder)) != (expected := _of_torchrun()):
+            raise Differs(f"{found}, torchrun's are {expected}")
+
+    launcher(packages, f"{heading}, as on its page", special=special)(attempt)
+
+
+def _ends(folder: str) -> list[str]:
+    return [path.read_text() for path in sorted(Path(folder).glob("*.json"))]
+
+
+@functools.cache
+def _of_torchrun() -> list[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        run(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, PROGRAM, folder)
+        return _ends(folder)
+
+
+of_the_page("torch", "torchrun")
+of_the_page("accelerate", "accelerate", special="leave `Accelerator()` out")
+of_the_page("lightning", "Lightning Fabric", special="leave `fabric.setup` out")
+of_the_page("ray", "Ray Train", special="leave `prepare_model` out; timeouts are `TorchConfig`'s")
+of_the_page("submitit", "submitit", special="`TorchDistributedEnvironment().export()` before `df.init()`")
+of_the_page("mpich", "mpiexec and srun", special="export RANK=$PMI_RANK, WORLD_SIZE=$PMI_SIZE, LOCAL_RANK and MASTER_*")
+of_the_page("pyspark", "Spark", special="a module that is not named `train`")
+of_the_page("torch", "torch.multiprocessing", special="set the variables in the function")
 
 
 @launcher("torch", "`torch.multiprocessing.spawn`, a group of one's own", special="`df.init()` takes the group over")
@@ -139,32 +183,6 @@ def _with_a_timeout(rank: int, folder: str, port: int) -> None:
         raise Differs("df.init(timeout=3 s) was accepted, and a lost rank was waited for longer than 15 s")
 
 
-@launcher("accelerate", "`accelerate launch --multi_gpu`", special="leave `Accelerator()` out")
-def accelerated(folder: str) -> None:
-    options = [
-        "--multi_gpu",
-        "--num_processes",
-        "2",
-        "--num_machines",
-        "1",
-        "--mixed_precision",
-        "no",
-        "--dynamo_backend",
-        "no",
-    ]
-    run(sys.executable, "-m", "accelerate.commands.launch", *options, PROGRAM, folder)
-
-
-@launcher("lightning", "`Fabric(devices=2).launch()`", special="leave `fabric.setup` out")
-def fabric(folder: str) -> None:
-    script = Path(folder, "script.py")
-    script.write_text(
-        "from tests.others.launchers import program\nfrom lightning.fabric import Fabric\n\n"
-        f"Fabric(accelerator='cpu', devices=2, strategy='ddp').launch()\nprogram.train({folder!r})\n"
-    )
-    run(sys.executable, script)
-
-
 @launcher("pytorch-ignite", "`idist.Parallel`")
 def ignite(folder: str) -> None:
     idist = importlib.import_module("ignite.distributed")
@@ -174,31 +192,6 @@ def ignite(folder: str) -> None:
 
 def _of_ignite(local_rank: int, folder: str) -> None:
     program.train(folder)
-
-
-@launcher("ray", "Ray Train's `TorchTrainer`", special="leave `prepare_model` out; timeouts are `TorchConfig`'s")
-def ray_train(folder: str) -> None:
-    ray = importlib.import_module("ray")
-    train, of_torch = importlib.import_module("ray.train"), importlib.import_module("ray.train.torch")
-    variables = {"PYTHONPATH": str(ROOT)}
-    ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": variables})
-    try:
-        scaling = train.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1})
-        config = train.RunConfig(storage_path=tempfile.mkdtemp(), name="run")
-        backend = of_torch.TorchConfig(backend="gloo")
-        of_torch.TorchTrainer(
-            _of_ray,
-            train_loop_config={"folder": folder},
-            scaling_config=scaling,
-            run_config=config,
-            torch_config=backend,
-        ).fit()
-    finally:
-        ray.shutdown()
-
-
-def _of_ray(config: dict[str, Any]) -> None:
-    program.train(config["folder"])
 
 
 def submitted(function: Any, folder: str) -> None:
@@ -218,26 +211,9 @@ def bare_submitit(folder: str) -> None:
     submitted(program.train, folder)
 
 
-@launcher("submitit", "local executor", special="`TorchDistributedEnvironment().export()` before `df.init()`")
-def exporting_submitit(folder: str) -> None:
-    submitted(_exported, folder)
-
-
-def _exported(folder: str) -> None:
-    importlib.import_module("submitit.helpers").TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    program.train(folder)
-
-
 @launcher("mpich", "`mpiexec -n 2`, without variables")
 def bare_mpi(folder: str) -> None:
     run("mpiexec", "-n", 2, sys.executable, PROGRAM, folder)
-
-
-@launcher("mpich", "`mpiexec -n 2`", special="export RANK=$PMI_RANK, WORLD_SIZE=$PMI_SIZE, LOCAL_RANK and MASTER_*")
-def exporting_mpi(folder: str) -> None:
-    script = f"RANK=$PMI_RANK WORLD_SIZE=$PMI_SIZE LOCAL_RANK=$PMI_RANK {sys.executable} {PROGRAM} {folder}"
-    run("mpiexec", "-n", 2, "bash", "-c", script, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
 
 
 @launcher(
