@@ -12,6 +12,7 @@ ROOT = Path(decentfn.__file__).parent
 LAYERS = [
     {"core", "errors", "torch_private"},
     {"compressors", "optim", "topologies"},
+    {"timing"},
     {"comm", "planning"},
     {"sharded"},
     {"gradient"},
