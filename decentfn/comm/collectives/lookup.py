@@ -14,9 +14,9 @@ from torch.nn.functional import pad
 from decentfn.comm.collectives.membership import world
 from decentfn.comm.collectives.world import World
 from decentfn.core.context import context
+from decentfn.core.handles import by_handle
 from decentfn.core.scalars import number_on, of_step, operator
 from decentfn.topologies import Topology
-from decentfn.topologies.rounds import by_handle
 
 
 def refuse_size(here: World, local: int, workers: int, what: str) -> NoReturn:
@@ -127,7 +127,7 @@ class Found(NamedTuple):
     @classmethod
     def of(cls, here: World, handle: Tensor, t: Tensor) -> Found:
         """Find round t of the schedule with this handle; the operators of a step share it in `Session.rounds`."""
-        session, topology = here.session, by_handle[int(handle)]
+        session, topology = here.session, by_handle(handle)
         for hook in here.hooks:
             topology = hook.schedule(topology)
         found = cls(topology, int(t), (handle, t))
