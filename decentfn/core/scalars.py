@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from numbers import Integral
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from decentfn.core.context import context
+from decentfn.core.handles import by_handle, handle_of
 from decentfn.torch_private import functorch
 
 _library = torch.library.Library("decentfn", "FRAGMENT")
@@ -100,8 +99,7 @@ class Numbers:
     def __init__(self, *values: float) -> None:
         self._values = torch.tensor(values, dtype=torch.float64)
         self._there = dict[torch.device, Tensor]()
-        self._handle = torch.tensor(number := next(_count))
-        _by_handle[number] = self
+        self._handle = handle_of(self)
 
     def __repr__(self) -> str:
         return f"Numbers{tuple(self._values.tolist())}"
@@ -122,11 +120,9 @@ class Numbers:
         return self._there[device]
 
 
-_count = itertools.count()
-_by_handle: WeakValueDictionary[int, Numbers] = WeakValueDictionary()
 _numbers = operator(
     "numbers(Tensor token, Tensor handle, int count) -> Tensor",
-    lambda token, handle, count: _by_handle[int(handle)].there(token.device).clone(),
+    lambda token, handle, count: by_handle(handle).there(token.device).clone(),
     lambda token, handle, count: token.new_empty((count,), dtype=torch.float64),
     lambda info, in_dims, token, handle, count: (_numbers(token.select(in_dims[0], 0), handle, count), None),
 )

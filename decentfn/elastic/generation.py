@@ -304,7 +304,7 @@ def go_on(here: World, members: Members, patience: timedelta) -> Generation:
     channels = _Reconnected(identity, None, here.timeout, store)
     channels.connect_by(made.connect)
     session = Session(rank, PrefixStore("steps", store), members.changes)
-    here.become(identity=identity, channels=channels, session=session, hooks=(made,))
+    here.become(channels=channels, session=session, hooks=(made,))
     channels.connect_all(made, patience)
     return made
 

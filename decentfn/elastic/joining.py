@@ -90,7 +90,7 @@ def wait_for_run(here: World, store: Store, timeout: timedelta) -> World:
         )
     identity = replace(here.identity, num_workers=size, size_at_start=size)
     alone = Generation(here, Members(0, (), (0,)), 0, PrefixStore(f"{_RUN} {name}", store))
-    here.become(identity=identity, channels=Channels(identity, None, timeout), hooks=(alone,))
+    here.become(channels=Channels(identity, None, timeout), hooks=(alone,))
     return here
 
 

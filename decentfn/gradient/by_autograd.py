@@ -6,21 +6,20 @@ Parameters and buffers enter as tensors; the batch and `aux` use the side channe
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from decentfn.comm.collectives import world
 from decentfn.core import trees
-from decentfn.core.buckets import Buckets, plan_of
+from decentfn.core.buckets import Buckets, Plan
 from decentfn.core.context import context
 from decentfn.core.formatting import brief
+from decentfn.core.handles import by_handle, handle_of
 from decentfn.core.scalars import operator, sent
 from decentfn.core.stacking import batches_of
 from decentfn.core.trees import PyTree
@@ -42,17 +41,11 @@ class ByAutograd(WrappedLoss):
     def __init__(self, loss_fn: LossFn, skip_unused: bool) -> None:
         super().__init__(loss_fn)
         self.skip_unused = skip_unused
-        number = next(_numbers)
-        self.name = str(number)  # a constant to the compiler, unlike a number
-        self.handle = torch.tensor(number)  # data to the graph, so that losses share code
+        self.handle = handle_of(self)
+        self.name = str(int(self.handle))  # a constant to the compiler, unlike a number
         self.layouts: list[Layout] = []
         self.attributes: list[dict[int, Any]] = []  # of each simulated worker, see `turns`
         self.lock = threading.RLock()  # ranks may be threads that share it and PyTorch's generator
-        _losses[number] = self
-
-
-_numbers = itertools.count()
-_losses: WeakValueDictionary[int, ByAutograd] = WeakValueDictionary()
 
 
 def autograd(loss_fn: LossFn, *, skip_unused: bool = False) -> LossFn:
@@ -131,7 +124,7 @@ def _gradient_of_hidden(
 ) -> Gradient:
     template, old, size = trees.enumerate_leaves(buffers), trees.leaves(buffers), len(params)
     leaves = sum(len(bucket.segments) for bucket in params.plan.buckets) if loss_fn.skip_unused else 0
-    layout, changing = _remember(loss_fn.name, params.plan.number(), [template])
+    layout, changing = _remember(loss_fn.name, params.plan, [template])
     out = _gradient(loss_fn.handle, layout, changing, leaves, many, 0, t, scale, batch.number, list(params), old, None)
     loss, aux, *rest = out
     for i, new in zip(changing, rest[size:], strict=False):
@@ -150,12 +143,12 @@ def _by_element(used: Tensor, params: Buckets) -> Buckets:
 
 
 @constant_while_traced
-def _remember(name: str, number: int, buffers: list[PyTree]) -> tuple[int, tuple[int, ...]]:
+def _remember(name: str, plan: Plan, buffers: list[PyTree]) -> tuple[int, tuple[int, ...]]:
     """Store a layout during tracing; return its number, and the indices of the buffers that the loss changes.
 
     `buffers` is a list of one tree: Dynamo makes constants of an OrderedDict or a NamedTuple only inside a container.
     """
-    loss_fn, plan, (template,) = _losses[int(name)], plan_of(number), buffers
+    loss_fn, (template,) = by_handle(name), buffers
     for index, layout in enumerate(loss_fn.layouts):
         if layout.buffers == template and (layout.plan is plan or layout.plan == plan):
             return index, layout.changing
@@ -184,7 +177,7 @@ def _kernel(
 
     `used` has one flag per leaf; absent if `leaves` is 0.
     """
-    loss_fn, data, here = _losses[int(handle)], value(batch), context.step_world or world()
+    loss_fn, data, here = by_handle(handle), value(batch), context.step_world or world()
     form = loss_fn.layouts[layout]
     with loss_fn.lock:
         if not workers:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from decentfn.core.buckets import sum_within_worker
 from decentfn.core.formatting import brief
+from decentfn.core.handles import by_handle, handle_of
 from decentfn.core.scalars import operator, sent
 from decentfn.core.trees import PyTree
 from decentfn.gradient.result import Gradient
@@ -27,9 +26,7 @@ class Weight:
 
     def __init__(self, of_aux: Callable[[PyTree], Any]) -> None:
         self.of_aux = of_aux
-        number = next(_numbers)
-        self._handle = torch.tensor(number)
-        _weights[number] = self
+        self._handle = handle_of(self)
 
     def __call__(self, g: Gradient) -> Tensor:
         """Return the weight of the step whose gradient is `g`."""
@@ -38,10 +35,6 @@ class Weight:
         else:
             weight = _one(self.of_aux, g.aux)
         return sum_within_worker(weight.view(1), g.grads.plan.processes)[0]
-
-
-_numbers = itertools.count()
-_weights: WeakValueDictionary[int, Weight] = WeakValueDictionary()
 
 
 def _one(of_aux: Callable[[PyTree], Any], aux: PyTree) -> Tensor:
@@ -55,7 +48,7 @@ def _one(of_aux: Callable[[PyTree], Any], aux: PyTree) -> Tensor:
 
 
 def _kernel(token: Tensor, handle: Tensor, aux: Tensor, workers: int) -> Tensor:
-    of_aux, found = _weights[int(handle)].of_aux, value(aux)
+    of_aux, found = by_handle(handle).of_aux, value(aux)
     weights = torch.stack([_one(of_aux, own).cpu() for own in found.of_workers])
     return sent(weights if workers else weights[0].clone(), token.device)
 

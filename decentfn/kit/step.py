@@ -154,7 +154,7 @@ class Step:
             collectives.whole_step(number, donated=self._overwrites) as here,
             draws.torch_draws(number, here.identity.place),
         ):
-            outer, context.resting = context.resting, collectives.resting(self.schedules, number)
+            outer, context.resting = context.resting, collectives.resting(self.schedules, t, number)
             try:
                 if self.is_by_autograd and not functorch.has_no_value(state.params.tensors[0]):
                     result = with_side_channel(self.run, state, batch, t)

@@ -26,17 +26,15 @@ def split_workers(processes_per_worker: int) -> World:
     if (known := collectives.kept_world(size)) is not None:
         collectives.replace_world(known)
         return known
-    own, device, group, outer = before.identity, before.device, before.channels.group, before.channels
-    here = World(group, own.rank, own.size, outer.timeout, device)
-    identity = replace(here.identity, processes_per_worker=size, num_workers=own.size // size)
-    here.become(identity=identity, channels=outer.within_workers(identity, None, None))
+    own, outer, within, mesh, gossip = before.identity, before.channels, None, None, None
+    identity = replace(own, processes_per_worker=size, num_workers=own.size // size)
     if size > 1:
         ranks = torch.arange(own.size).view(-1, size)
         rows = [outer.new_group(tuple(row)) for row in ranks.tolist()]
         columns = [outer.new_group(tuple(column)) for column in ranks.T.tolist()]
         across, within = columns[identity.process], rows[identity.worker]
-        mesh = DeviceMesh.from_group([across, within], device.type, mesh=ranks, mesh_dim_names=("worker", "shard"))
-        here.become(channels=outer.within_workers(identity, within, mesh))
+        names = ("worker", "shard")
+        mesh = DeviceMesh.from_group([across, within], own.device.type, mesh=ranks, mesh_dim_names=names)
         of_gossip = replace(
             identity,
             rank=identity.worker,
@@ -44,8 +42,9 @@ def split_workers(processes_per_worker: int) -> World:
             processes=range(identity.process, own.size, size),
             size_at_start=identity.num_workers,
         )
-        gossip = World(across, of_gossip.rank, of_gossip.size, identity=of_gossip)
-        gossip.become(channels=outer.within_workers(of_gossip, within, mesh, across))
-        here.split(gossip)
+        channels = outer.within_workers(of_gossip, within, mesh, across)
+        gossip = World(across, of_gossip.rank, of_gossip.size, channels=channels)
+    here = World(outer.group, own.rank, own.size, channels=outer.within_workers(identity, within, mesh))
+    here.split(gossip)
     collectives.replace_world(here)
     return here

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from decentfn.core.formatting import brief
+from decentfn.core.handles import handle_of
 from decentfn.core.numbers import checks_numbers, require
 from decentfn.core.scalars import sent
 
@@ -111,13 +110,12 @@ class Topology:
 
     def __post_init__(self) -> None:
         told = (inverse(self.sources) != torch.arange(self.num_workers)[:, None]).sum(-1)
-        slots, number = self.sources.shape[2], next(_numbers)
-        by_handle[number] = self
+        slots = self.sources.shape[2]
         computed = {
             "degree": slots if self.draw else int(told.max()),
             "slots": slots,
             "has_groups": self.groups is not None,
-            "handle": torch.tensor(number),
+            "handle": handle_of(self),
             "_rounds": lru_cache(_ROUNDS_KEPT)(self._make_round),
             "_peers": lru_cache(_ROUNDS_KEPT)(self._make_peers),
             "_rows": lru_cache(_ROUNDS_KEPT)(self._make_rows),
@@ -205,11 +203,6 @@ def demanding(topology: Topology, suits: Callable[[Topology], object]) -> Topolo
     made = copy.copy(topology)
     object.__setattr__(made, "suits", suits)
     return made
-
-
-_numbers = itertools.count()
-by_handle: WeakValueDictionary[int, Topology] = WeakValueDictionary()
-"""The topologies by the numbers in their handles."""
 
 
 def inverse(sources: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decentfn.core import trees
-from decentfn.core.buckets import flatten, plan_of
+from decentfn.core.buckets import flatten
+from decentfn.core.handles import by_handle
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128]
 
@@ -134,4 +135,4 @@ def test_dynamo_walks_trees_as_optree_does():
 def test_equal_plans_have_one_number_by_which_an_operator_finds_them():
     first, same, other = (flatten({"w": torch.zeros(n)}).plan for n in (3, 3, 4))
     assert first.number() == same.number() != other.number()
-    assert plan_of(same.number()) == first and plan_of(other.number()) is other
+    assert by_handle(same.number()) == first and by_handle(other.number()) is other

@@ -90,8 +90,10 @@ def test_no_garbage_of_an_aborted_message_is_kept(blocks, monkeypatch):
 
     def train(rank):
         here = world()
-        here.become(identity=replace(here.identity, device=torch.device("cuda")))
-        here.channels.group = LikeNccl(here.channels.group, blocks)
+        channels = here.channels
+        channels.identity = replace(here.identity, device=torch.device("cuda"))
+        channels.group = LikeNccl(channels.group, blocks)
+        here.become(channels=channels)
         is_lost = False
 
         @df.autograd

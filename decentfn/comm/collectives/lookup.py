@@ -14,9 +14,9 @@ from torch.nn.functional import pad
 from decentfn.comm.collectives.membership import world
 from decentfn.comm.collectives.world import World
 from decentfn.core.context import context
+from decentfn.core.handles import by_handle
 from decentfn.core.scalars import number_on, of_step, operator
 from decentfn.topologies import Topology
-from decentfn.topologies.rounds import by_handle
 
 
 def refuse_size(here: World, local: int, workers: int, what: str) -> NoReturn:
@@ -64,13 +64,34 @@ class Row(NamedTuple):
     given: Tensor  # [K] float64, weights of its messages at the receivers; W[j, i], while `weights` are W[i, j]
 
 
-def resting(schedules: Sequence[Topology], t: int) -> tuple[Topology, ...]:
-    """Return the schedules of step t, of which `rests` is then True, if none of them has a round in it."""
-    here = context.step_world or world()
+class Found(NamedTuple):
+    """Round of a step, which `Session.rounds` keeps: it is found once, before the step or by its first operator."""
+
+    topology: Topology
+    """The one that holds now in place of the one that the step was made for."""
+    number: int
+    """Step number."""
+    keys: tuple[Tensor, Tensor]
+    """Handle and t, which are kept so that no other tensors have their identities."""
+
+    @classmethod
+    def of(cls, here: World, handle: Tensor, t: Tensor) -> Found:
+        """Find round t of the schedule with this handle."""
+        found = cls(here.schedule(by_handle(handle)), int(t), (handle, t))
+        if here.session.is_running:
+            here.session.rounds[id(handle), id(t)] = found
+        return found
+
+
+def resting(schedules: Sequence[Topology], t: Tensor, number: int) -> tuple[Topology, ...]:
+    """Find the rounds of step t; return the schedules, of which `rests` is then True, if all rest in it."""
+    here, is_active = context.step_world or world(), False
     for one in schedules:
-        if here.schedule(one).round(t).is_active:
-            return ()
-    return tuple(schedules)
+        topology = here.schedule(one)
+        if here.session.is_running:
+            here.session.rounds[id(one.handle), id(t)] = Found(topology, number, (one.handle, t))
+        is_active = is_active or topology.round(number).is_active
+    return () if is_active else tuple(schedules)
 
 
 def rests(*topologies: Topology) -> bool:
@@ -112,28 +133,6 @@ def look_up(token: Tensor, topology: Topology, t: Tensor) -> Row:
         are_pairs=facts[4] > 0,
         given=given,
     )
-
-
-class Found(NamedTuple):
-    """A round, found by the first operator of the step that needs it."""
-
-    topology: Topology
-    """The one that holds now in place of the handle's."""
-    number: int
-    """Step number."""
-    keys: tuple[Tensor, Tensor]
-    """Handle and t, which are kept so that no other tensors have their identities."""
-
-    @classmethod
-    def of(cls, here: World, handle: Tensor, t: Tensor) -> Found:
-        """Find round t of the schedule with this handle; the operators of a step share it in `Session.rounds`."""
-        session, topology = here.session, by_handle[int(handle)]
-        for hook in here.hooks:
-            topology = hook.schedule(topology)
-        found = cls(topology, int(t), (handle, t))
-        if session.is_running:
-            session.rounds[id(handle), id(t)] = found
-        return found
 
 
 def _look_up_kernel(token: Tensor, handle: Tensor, t: Tensor, slots: int, workers: int) -> Tensor:

@@ -39,8 +39,8 @@ class World:
         identity: Identity | None = None,
         channels: Channels | None = None,
     ) -> None:
-        self.identity = identity or Identity.of(rank, size, device)
-        self.channels = channels or Channels(self.identity, group, timeout)
+        self.channels = channels or Channels(identity or Identity.of(rank, size, device), group, timeout)
+        self.identity = self.channels.identity
         self.session = Session(rank)
         self.hooks: tuple[Hooks, ...] = ()
         """Those of other rooms; without them the processes do not change."""
@@ -175,14 +175,13 @@ class World:
     def become(
         self,
         *,
-        identity: Identity | None = None,
         channels: Channels | None = None,
         session: Session | None = None,
         hooks: tuple[Hooks, ...] = (),
     ) -> None:
-        """Replace parts: another session, or other processes."""
-        self.identity = identity or self.identity
+        """Replace parts: the session, or the channels with their identity."""
         self.channels = channels or self.channels
+        self.identity = self.channels.identity
         self.session = session or self.session
         self.hooks = hooks or self.hooks
 

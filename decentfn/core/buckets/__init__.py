@@ -35,6 +35,5 @@ from decentfn.core.buckets.plan import (
     elements,
     flatten,
     loose,
-    plan_of,
     require_bucket_mb,
 )

@@ -6,20 +6,19 @@ so it can be compared, printed, stored and used inside a compiled function.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from numbers import Real
 from operator import attrgetter
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from decentfn.core import trees
 from decentfn.core.formatting import brief
+from decentfn.core.handles import number_of
 from decentfn.core.trees import PyTree
 from decentfn.torch_private.dynamo import constant_while_traced
 
@@ -29,14 +28,6 @@ Mask = Callable[[str, tuple[int, ...]], bool]
 
 _OWN_BUCKET = 8
 """A leaf larger than a bucket's limit divided by this has a bucket of its own."""
-
-_numbers = itertools.count()
-_numbered: WeakValueDictionary[int, Plan] = WeakValueDictionary()
-
-
-def plan_of(number: int) -> Plan:
-    """Return the plan with this number."""
-    return _numbered[number]
 
 
 class Place(NamedTuple):
@@ -126,12 +117,8 @@ class Plan:
 
     @constant_while_traced
     def number(self) -> int:
-        """Return the number under which `plan_of` finds an equal plan: operators take integers."""
-        for number, plan in list(_numbered.items()):
-            if plan is self or plan == self:
-                return number
-        _numbered[number := next(_numbers)] = self
-        return number
+        """Return the number under which `by_handle` finds an equal plan: operators take integers."""
+        return number_of(self)
 
     @property
     def is_sharded(self) -> bool:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from decentfn.core import trees
-from decentfn.core.buckets import Buckets, Plan, each, loose, plan_of, wide
+from decentfn.core.buckets import Buckets, Plan, each, loose, wide
 from decentfn.core.context import context
 from decentfn.core.formatting import brief, brief_error
+from decentfn.core.handles import by_handle, handle_of
 from decentfn.core.numbers import require
 from decentfn.core.scalars import operator
 from decentfn.core.trees import PyTree
@@ -69,16 +70,15 @@ def from_torch(
     require(
         lr_scheduler is None or callable(lr_scheduler), CALL, "a function of the optimizer.", scheduler=lr_scheduler
     )
-    _adapters.append(_Adapter(make, lr_scheduler, elementwise))
-    number = len(_adapters) - 1
-    handle = torch.tensor(number)
+    adapter = _Adapter(make, lr_scheduler, elementwise)
+    handle = handle_of(adapter)
+    number = str(int(handle))
 
     def init(params: Buckets) -> TorchState | tuple[()]:
         if not elementwise:
             require_one_process("from_torch", params, "it needs whole leaves, unless you pass elementwise=True")
         if not len(params):
             return ()
-        adapter = _adapters[number]
         plan = adapter.plan(params.plan.number())
         form = adapter.form(plan, params[0].device)
         state = form.first_state(Buckets(params.tensors, plan))
@@ -112,7 +112,7 @@ class _Adapter:
     def plan(self, number: int) -> Plan:
         """Return the plan of the optimizer's parameters, which are leaves, or buckets if it is elementwise."""
         if number not in self._plans:
-            plan = plan_of(number)
+            plan = by_handle(number)
             self._plans[number] = loose(plan.without_values()).plan if self._elementwise else plan
         return self._plans[number]
 
@@ -269,12 +269,9 @@ class _Adapter:
         return self._types[plan.number()]
 
 
-_adapters: list[_Adapter] = []
-
-
 @constant_while_traced
-def _plan_number(number: int, plan: int) -> int:
-    return _adapters[number].plan(plan).number()
+def _plan_number(adapter: str, plan: int) -> int:
+    return by_handle(adapter).plan(plan).number()
 
 
 def _kernel(
@@ -282,7 +279,7 @@ def _kernel(
 ) -> None:
     rule = "its optimizer runs Python in every step, which a CUDA graph would not replay; leave mode out."
     require(context.inputs is None, 'compile(step, mode="reduce-overhead") with df.from_torch', rule)
-    adapter, layout = _adapters[int(handle)], plan_of(plan)
+    adapter, layout = by_handle(handle), by_handle(plan)
     with torch.no_grad():
         for i in range(workers) if workers else [...]:  # [...] is all of a tensor
             x = Buckets([b[i] for b in params], layout)
