@@ -182,49 +182,41 @@ def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor], int]:
     if not are_mine or about["processes_per_worker"] != here.processes_per_worker:
         entries += others  # which have shards of these leaves
     try:
-        return _content(path, template, about, entries, as_many, are_mine)
+        parts = [_Part(path, entry) for entry in entries]
+        one = trees.map(lambda x: x[0], template) if is_stacked(template) else template
+        state = trees.map(torch.empty_like, template if as_many else one)
+        leaves = leaves_of(state)
+        by_bucket = [leaf.name for leaf in leaves if leaf.is_by_bucket]
+        if by_bucket and not are_mine:
+            raise ValueError(
+                f"restore: leaf {by_bucket[0]!r} is kept for each bucket, and {path} has other buckets; build the "
+                "algorithm with the bucket_mb that it was saved with."
+            )
+        given = {leaf.name: leaf.values for leaf in leaves_of(template if as_many else one)}
+        frozen = {name: given[name] for name in parts[0].frozen if name in given}
+        if (size := about["processes_per_worker"]) != here.processes_per_worker and frozen:
+            raise ValueError(
+                f"restore: {path} was saved without its frozen buffers by {size} processes per worker; restore it with as many."
+            )
+        for name, digest in digests_of(frozen).items():
+            if digest != parts[0].frozen[name]:
+                raise ValueError(
+                    f"restore: the template's {name.removeprefix(BUFFERS)!r} is not the frozen buffer with which {path} was saved; "
+                    "load the same weights before df.functional."
+                )
+        _compare_names(leaves, parts, path)
+        saved = _Saved(path, parts, about["num_workers"], frozen)
+        if as_many:
+            saved.fill(leaves, first, verify=True)
+        else:
+            state = resized(one, saved.rows(state, leaves))
+            state = stack(state, local) if is_stacked(template) else state
+        drawing = parts[0].generators(template.params[0].device)
+        return Restored(state, about["step"], parts[0].extra(), about["config"]), drawing, about["num_workers"]
     except Exception:
         for entry in entries if as_many else ():
             _verify(path, entry)  # a damaged file is the cause of any error
         raise
-
-
-def _content(
-    path: Path, template: Any, about: dict[str, Any], entries: list[dict[str, Any]], as_many: bool, are_mine: bool
-) -> tuple[Restored, dict[str, Tensor], int]:
-    """Return what `_read` does; of as many workers as saved it, verify the files while they are read."""
-    here, local = collectives.world(), local_workers(template)
-    parts = [_Part(path, entry) for entry in entries]
-    one = trees.map(lambda x: x[0], template) if is_stacked(template) else template
-    state = trees.map(torch.empty_like, template if as_many else one)
-    leaves = leaves_of(state)
-    by_bucket = [leaf.name for leaf in leaves if leaf.is_by_bucket]
-    if by_bucket and not are_mine:
-        raise ValueError(
-            f"restore: leaf {by_bucket[0]!r} is kept for each bucket, and {path} has other buckets; build the "
-            "algorithm with the bucket_mb that it was saved with."
-        )
-    given = {leaf.name: leaf.values for leaf in leaves_of(template if as_many else one)}
-    frozen = {name: given[name] for name in parts[0].frozen if name in given}
-    if (size := about["processes_per_worker"]) != here.processes_per_worker and frozen:
-        raise ValueError(
-            f"restore: {path} was saved without its frozen buffers by {size} processes per worker; restore it with as many."
-        )
-    for name, digest in digests_of(frozen).items():
-        if digest != parts[0].frozen[name]:
-            raise ValueError(
-                f"restore: the template's {name.removeprefix(BUFFERS)!r} is not the frozen buffer with which {path} was saved; "
-                "load the same weights before df.functional."
-            )
-    _compare_names(leaves, parts, path)
-    saved = _Saved(path, parts, about["num_workers"], frozen)
-    if as_many:
-        saved.fill(leaves, here.worker * local, verify=True)
-    else:
-        state = resized(one, saved.rows(state, leaves))
-        state = stack(state, local) if is_stacked(template) else state
-    drawing = parts[0].generators(template.params[0].device)
-    return Restored(state, about["step"], parts[0].extra(), about["config"]), drawing, about["num_workers"]
 
 
 def _of_process(about: dict[str, Any], workers: range | None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -287,7 +279,8 @@ class _Part:
         if not all(x.start < x.stop for x in target):
             return
         part = into[tuple(target)]
-        part.copy_((self._open.get_slice(name) if values is None else values)[tuple(source)])
+        if values is not into:
+            part.copy_((self._open.get_slice(name) if values is None else values)[tuple(source)])
         if part.shape == into.shape:
             del wanted[name]
         else:
@@ -307,10 +300,7 @@ class _Part:
             for memory in bytes_of(values):
                 yield start, memory
                 start += len(memory)
-            if is_direct:
-                del wanted[name]
-            else:
-                self.copy(name, wanted, filled, values)
+            self.copy(name, wanted, filled, values)
 
 
 def _compare_names(leaves: Sequence[Leaf], parts: Sequence[_Part], path: Path) -> None:
