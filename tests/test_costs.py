@@ -1,5 +1,7 @@
 """What everyday calls copy and keep alive, in copies of the parameters: the price beside the plain PyTorch, counted."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -204,3 +206,20 @@ def test_where_all_is_finite_a_guarded_or_scaled_step_selects_nothing(wrapped, n
     moments = [b.view(n, -1)[0] for b in (*new.local.opt[0].mu, *new.local.opt[0].nu)]
     before = [b.view(n, -1)[0] for b in (*state.local.opt[0].mu, *state.local.opt[0].nu)]
     assert all(torch.equal(a, b) for a, b in zip(moments, before, strict=True))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_checkpoint_is_read_once_into_the_state_itself(n, tmp_path, monkeypatch):
+    """The pass that computes a file's digest fills the leaves: no page of a second copy, mapped or not, is touched."""
+    state, _ = trained(df.adam(0.1))
+    state = state if n == 1 else df.stack(state, n)
+    df.checkpoint.save(tmp_path, state, 0)
+    passes, open_ = [], Path.open
+    monkeypatch.setattr(Path, "open", lambda path, *a, **k: passes.append(path.suffix) or open_(path, *a, **k))
+    template = trees.map(torch.zeros_like, state)
+    assert elements_of(lambda: df.checkpoint.restore(tmp_path, template), *COPIES) < 1e4  # of the generators' states
+    assert passes.count(".safetensors") == 2  # one of them for the header
+    restored = trained(df.adam(0.1), bucket_mb=0.1)[0]
+    restored = df.checkpoint.restore(tmp_path, restored if n == 1 else df.stack(restored, n)).state
+    for a, b in zip(trees.leaves(df.params(restored)), trees.leaves(df.params(state)), strict=True):
+        assert torch.equal(a, b)

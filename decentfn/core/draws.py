@@ -114,7 +114,7 @@ def worker_seed(seed: int, worker: int, t: int = 0) -> int:
 
     >>> draw = torch.Generator().manual_seed(worker_seed(0, worker=3, t=7))
     """
-    return _mixed(seed, t, worker)
+    return hashed(seed, t, worker)
 
 
 @contextmanager
@@ -134,7 +134,7 @@ def torch_draws(t: int, worker: int, part: int = 0) -> Iterator[None]:
         if generator not in context.generators:
             before[generator] = generator.get_state()
     for generator in generators:
-        generator.manual_seed(_mixed(base, t, worker, part, 1))  # 1: differs from every key of `worker_seed`
+        generator.manual_seed(hashed(base, t, worker, part, 1))  # 1: differs from every key of `worker_seed`
     context.seed, context.generators = base, (*context.generators, *before)
     try:
         yield
@@ -144,7 +144,7 @@ def torch_draws(t: int, worker: int, part: int = 0) -> Iterator[None]:
             generator.set_state(state)
 
 
-def _mixed(*numbers: int) -> int:
+def hashed(*numbers: int) -> int:
     """Hash several numbers into one seed (splitmix64)."""
     z = 0
     for number in numbers:
@@ -226,16 +226,16 @@ def drawing_by(seed: int) -> Iterator[None]:
     """Context in which the CPU generators of torch, NumPy and Python begin from this seed."""
     # The state of NumPy's generator is slow to write: the batch draws from another, which drops a normal number that waits.
     own = np.random.get_bit_generator()  # pyright: ignore[reportAttributeAccessIssue]
-    kept, before = np.random.get_state(legacy=False), random.getstate()
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        np.random.set_bit_generator(_numpy)  # pyright: ignore[reportAttributeAccessIssue]
-        np.random.seed(seed % 2**32)
-        random.seed(seed)
-        try:
-            yield
-        finally:
-            np.random.set_bit_generator(own)  # pyright: ignore[reportAttributeAccessIssue]
-            if kept["has_gauss"]:
-                np.random.set_state(kept)
-            random.setstate(before)
+    torch_own, kept, before = torch.default_generator.get_state(), np.random.get_state(legacy=False), random.getstate()
+    torch.default_generator.manual_seed(seed)
+    np.random.set_bit_generator(_numpy)  # pyright: ignore[reportAttributeAccessIssue]
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(torch_own)
+        np.random.set_bit_generator(own)  # pyright: ignore[reportAttributeAccessIssue]
+        if kept["has_gauss"]:
+            np.random.set_state(kept)
+        random.setstate(before)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
 
 from decentfn.core import trees
-from decentfn.core.draws import drawing_by, worker_seed
+from decentfn.core.draws import drawing_by, hashed, worker_seed
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import at_least, checks_numbers, require
 
@@ -182,7 +182,7 @@ class Seeded(Dataset[Any]):
         found: list[Any] = []
         for i, worker in enumerate(samples.workers):
             own = samples[i * size : (i + 1) * size]
-            with drawing_by(worker_seed(worker_seed(self._seed, worker, samples.t), 0)):  # unlike the permutations
+            with drawing_by(hashed(hashed(self._seed, samples.t, worker), 0, 0)):  # unlike the permutations
                 found += [self.dataset[sample] for sample in own] if read is None else read(own)
         return found
 

@@ -116,6 +116,10 @@ def test_the_generators_of_the_loop_stay_as_they_were_and_part_of_a_dataset_draw
     after = torch.get_rng_state(), torch.initial_seed(), np.random.get_state()[1].tolist(), random.getstate()
     assert torch.equal(before[0], after[0]) and before[1:] == after[1:]
     assert len(reads) == 40 and torch.equal(batch, drawn(2)[1])
+    seed = df.data.worker_seed(df.data.worker_seed(0, 2, 1), 0)  # of three generators, in every version
+    own = torch.Generator().manual_seed(seed), np.random.RandomState(seed % 2**32), random.Random(seed)
+    first = torch.rand((), generator=own[0]), own[1].rand(), own[2].random()
+    assert torch.equal(batch[0, 1:4], torch.tensor(first).double())
 
 
 def test_draws_without_a_step_are_refused():

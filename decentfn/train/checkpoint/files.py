@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 _SLICE = 2**20
@@ -38,10 +39,21 @@ def write(path: Path, content: Iterable[memoryview | bytes]) -> tuple[int, str]:
     return size, digest.hexdigest()
 
 
-def digest_of(path: Path) -> tuple[int, str]:
-    """Return a file's size in bytes and the SHA-256 of its content."""
+def digest_of(path: Path, into: Iterable[tuple[int, memoryview]] = ()) -> tuple[int, str]:
+    """Return a file's size in bytes and the SHA-256 of its content.
+
+    The same pass fills memory with the bytes at these positions, which ascend; a position is asked for when the memory
+    before it is full.
+    """
+    digest, spare, at = hashlib.sha256(), memoryview(bytearray(_SLICE)), 0
     with path.open("rb") as file:
-        return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
+        size = os.fstat(file.fileno()).st_size
+        for start, memory in chain(into, [(size, spare[:0])]):
+            skipped = [spare[: start - first] for first in range(at, start, _SLICE)]
+            for piece in (*skipped, *(memory[first : first + _SLICE] for first in range(0, len(memory), _SLICE))):
+                digest.update(piece[: file.readinto(piece)])
+            at = start + len(memory)
+    return size, digest.hexdigest()
 
 
 def sync_directory(path: Path) -> None:

@@ -145,7 +145,7 @@ def encoded(
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for x in tensors.values():
-        yield from _bytes(x)
+        yield from bytes_of(x)
 
 
 def places_in(metadata: Mapping[str, str]) -> dict[str, Place]:
@@ -154,11 +154,12 @@ def places_in(metadata: Mapping[str, str]) -> dict[str, Place]:
     return {name: Place(tuple(place["shape"]), tuple(place["offset"])) for name, place in told.items()}
 
 
-def _bytes(x: Tensor) -> Iterator[memoryview]:
+def bytes_of(x: Tensor) -> Iterator[memoryview]:
+    """Yield the memory of a tensor on the CPU, in the order of its elements; it may be written to."""
     if not x.numel():
         return
     if x.is_contiguous():
         yield x.detach().view(-1).view(torch.uint8).numpy().data
     else:
         for row in x:
-            yield from _bytes(row)
+            yield from bytes_of(row)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from decentfn.train.checkpoint.layout import (
     GENERATOR,
     Leaf,
     algorithm_of,
+    bytes_of,
     digest_of_plan,
     digests_of,
     leaves_of,
@@ -149,11 +151,11 @@ def _verify_share(path: Path, template: Any) -> None:
             _verify(path, entry)
 
 
-def _verify(path: Path, process: dict[str, Any]) -> None:
-    """Raise CheckpointCorrupt unless the file of a process is what the manifest says."""
+def _verify(path: Path, process: dict[str, Any], into: Iterable[tuple[int, memoryview]] = ()) -> None:
+    """Raise CheckpointCorrupt unless the file of a process is what the manifest says; `into` as for `files.digest_of`."""
     file = path / process["file"]
     try:
-        size, digest = files.digest_of(file)
+        size, digest = files.digest_of(file, into)
     except OSError as error:
         raise manifest.corrupt(file, f"cannot be read ({error})") from error
     if size != process["bytes"]:
@@ -179,40 +181,42 @@ def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor], int]:
     are_mine = all(entry["buckets"] == buckets for entry in entries)
     if not are_mine or about["processes_per_worker"] != here.processes_per_worker:
         entries += others  # which have shards of these leaves
-    if as_many:
-        for entry in entries:
-            _verify(path, entry)
-    parts = [_Part(path, entry) for entry in entries]
-    one = trees.map(lambda x: x[0], template) if is_stacked(template) else template
-    state = trees.map(torch.empty_like, template if as_many else one)
-    leaves = leaves_of(state)
-    by_bucket = [leaf.name for leaf in leaves if leaf.is_by_bucket]
-    if by_bucket and not are_mine:
-        raise ValueError(
-            f"restore: leaf {by_bucket[0]!r} is kept for each bucket, and {path} has other buckets; build the "
-            "algorithm with the bucket_mb that it was saved with."
-        )
-    given = {leaf.name: leaf.values for leaf in leaves_of(template if as_many else one)}
-    frozen = {name: given[name] for name in parts[0].frozen if name in given}
-    if (size := about["processes_per_worker"]) != here.processes_per_worker and frozen:
-        raise ValueError(
-            f"restore: {path} was saved without its frozen buffers by {size} processes per worker; restore it with as many."
-        )
-    for name, digest in digests_of(frozen).items():
-        if digest != parts[0].frozen[name]:
+    try:
+        parts = [_Part(path, entry) for entry in entries]
+        one = trees.map(lambda x: x[0], template) if is_stacked(template) else template
+        state = trees.map(torch.empty_like, template if as_many else one)
+        leaves = leaves_of(state)
+        by_bucket = [leaf.name for leaf in leaves if leaf.is_by_bucket]
+        if by_bucket and not are_mine:
             raise ValueError(
-                f"restore: the template's {name.removeprefix(BUFFERS)!r} is not the frozen buffer with which {path} was saved; "
-                "load the same weights before df.functional."
+                f"restore: leaf {by_bucket[0]!r} is kept for each bucket, and {path} has other buckets; build the "
+                "algorithm with the bucket_mb that it was saved with."
             )
-    _compare_names(leaves, parts, path)
-    saved = _Saved(path, parts, about["num_workers"], frozen)
-    if as_many:
-        saved.fill(leaves, first)
-    else:
-        state = resized(one, saved.rows(state, leaves))
-        state = stack(state, local) if is_stacked(template) else state
-    drawing = parts[0].generators(template.params[0].device)
-    return Restored(state, about["step"], parts[0].extra(), about["config"]), drawing, about["num_workers"]
+        given = {leaf.name: leaf.values for leaf in leaves_of(template if as_many else one)}
+        frozen = {name: given[name] for name in parts[0].frozen if name in given}
+        if (size := about["processes_per_worker"]) != here.processes_per_worker and frozen:
+            raise ValueError(
+                f"restore: {path} was saved without its frozen buffers by {size} processes per worker; restore it with as many."
+            )
+        for name, digest in digests_of(frozen).items():
+            if digest != parts[0].frozen[name]:
+                raise ValueError(
+                    f"restore: the template's {name.removeprefix(BUFFERS)!r} is not the frozen buffer with which {path} was saved; "
+                    "load the same weights before df.functional."
+                )
+        _compare_names(leaves, parts, path)
+        saved = _Saved(path, parts, about["num_workers"], frozen)
+        if as_many:
+            saved.fill(leaves, first, verify=True)
+        else:
+            state = resized(one, saved.rows(state, leaves))
+            state = stack(state, local) if is_stacked(template) else state
+        drawing = parts[0].generators(template.params[0].device)
+        return Restored(state, about["step"], parts[0].extra(), about["config"]), drawing, about["num_workers"]
+    except Exception:
+        for entry in entries if as_many else ():
+            _verify(path, entry)  # a damaged file is the cause of any error
+        raise
 
 
 def _of_process(about: dict[str, Any], workers: range | None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -227,11 +231,15 @@ def _of_process(about: dict[str, Any], workers: range | None) -> tuple[list[dict
     return sides
 
 
+Wanted = dict[str, tuple[Tensor, Place]]
+"""Parts of leaves that are not filled yet, and their places."""
+
+
 class _Part:
     """File of one process, whose digest is checked."""
 
     def __init__(self, path: Path, process: dict[str, Any]) -> None:
-        file = path / process["file"]
+        file, self.process = path / process["file"], process
         try:
             self._open = safe_open(file, framework="pt")
             self.places = places_in(self._open.metadata())
@@ -258,19 +266,41 @@ class _Part:
         """Return the leaf's dtype, by its safetensors name, and its shape over all workers."""
         return self._open.get_slice(name).get_dtype(), list(self.places[name].shape)
 
-    def copy(self, name: str, wanted: Place, into: Tensor, filled: Tensor) -> None:
-        """Copy this file's share of the wanted part, unless it is `filled`, and mark it there."""
-        values = self._open.get_slice(name)
+    def copy(self, name: str, wanted: Wanted, filled: dict[str, Tensor], values: Any = None) -> None:
+        """Copy this file's share of the wanted part, and mark it, or remove a leaf that is complete from what is wanted."""
+        into, (_, offset) = wanted[name]
         source, target = [], []
         for mine, theirs, count, wide in zip(
-            self.places[name].offset, wanted.offset, values.get_shape(), into.shape, strict=True
+            self.places[name].offset, offset, self._open.get_slice(name).get_shape(), into.shape, strict=True
         ):
             start, stop = max(mine, theirs), min(mine + count, theirs + wide)
             source.append(slice(start - mine, stop - mine))
             target.append(slice(start - theirs, stop - theirs))
-        if all(x.start < x.stop for x in target) and not filled[tuple(target)].all():
-            into[tuple(target)].copy_(values[tuple(source)])
-            filled[tuple(target)] = True
+        if not all(x.start < x.stop for x in target):
+            return
+        part = into[tuple(target)]
+        if values is not into:
+            part.copy_((self._open.get_slice(name) if values is None else values)[tuple(source)])
+        if part.shape == into.shape:
+            del wanted[name]
+        else:
+            filled.setdefault(name, torch.zeros(into.shape, dtype=torch.bool))[tuple(target)] = True
+
+    def read(self, wanted: Wanted, filled: dict[str, Tensor]) -> Iterator[tuple[int, memoryview]]:
+        """Yield memory for `files.digest_of`: of wanted leaves, or of one leaf of the file at a time, for `copy`."""
+        with self._file.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size))
+        starts = {name: 8 + size + header[name]["data_offsets"][0] for name in wanted.keys() & self.places.keys()}
+        for name in sorted(starts, key=starts.__getitem__):
+            (into, there), mine, start = wanted[name], self.places[name], starts[name]
+            shape = tuple(header[name]["shape"])
+            is_direct = into.device.type == "cpu" and (shape, mine.offset) == (into.shape, tuple(there.offset))
+            values = into if is_direct else torch.empty(shape, dtype=into.dtype)
+            for memory in bytes_of(values):
+                yield start, memory
+                start += len(memory)
+            self.copy(name, wanted, filled, values)
 
 
 def _compare_names(leaves: Sequence[Leaf], parts: Sequence[_Part], path: Path) -> None:
@@ -290,27 +320,31 @@ class _Saved(NamedTuple):
     given: dict[str, Tensor]
     """Leaves that are not in the files, of the template's workers."""
 
-    def fill(self, leaves: Sequence[Leaf], first: int) -> None:
+    def fill(self, leaves: Sequence[Leaf], first: int, *, verify: bool = False) -> None:
         """Read the values of these leaves for the workers from `first` on, or raise unless all of them are there."""
-        for leaf in leaves:
-            if leaf.name in self.given:
-                leaf.values.copy_(self.given[leaf.name])
-                continue
-            wanted, filled = place(leaf, first, self.num_workers), torch.zeros(leaf.values.shape, dtype=torch.bool)
-            mine = DTYPES[leaf.values.dtype], list(wanted.shape)
-            for part in self.parts:
-                if leaf.name not in part.places:
-                    continue
-                if (theirs := part.kind(leaf.name)) != mine:
+        wanted: Wanted = {leaf.name: (leaf.values, place(leaf, first, self.num_workers)) for leaf in leaves}
+        for name in wanted.keys() & self.given.keys():
+            wanted.pop(name)[0].copy_(self.given[name])
+        for name, (values, there) in wanted.items():
+            mine = DTYPES[values.dtype], list(there.shape)
+            for theirs in [part.kind(name) for part in self.parts if name in part.places]:
+                if theirs != mine:
                     raise ValueError(
-                        f"restore: leaf {leaf.name!r} is {theirs[0]} {theirs[1]} in {self.path} (workers first) and "
+                        f"restore: leaf {name!r} is {theirs[0]} {theirs[1]} in {self.path} (workers first) and "
                         f"{mine[0]} {mine[1]} in the state; build the same algorithm, optimizer and network as when it "
                         "was saved."
                     )
-                part.copy(leaf.name, wanted, leaf.values, filled)
-            if not filled.all():
-                held = f"of leaf {leaf.name!r} it holds {int(filled.sum())} of {filled.numel()} values"
-                raise manifest.corrupt(self.path, held)
+        filled = dict[str, Tensor]()
+        for part in self.parts:
+            if verify:
+                _verify(self.path, part.process, part.read(wanted, filled))
+                continue
+            for name in wanted.keys() & part.places.keys():
+                part.copy(name, wanted, filled)
+        for name, (values, _) in wanted.items():
+            held = int(filled[name].sum()) if name in filled else 0
+            if held < values.numel():
+                raise manifest.corrupt(self.path, f"of leaf {name!r} it holds {held} of {values.numel()} values")
 
     def rows(self, one: Any, leaves: Sequence[Leaf]) -> Any:
         """Replace each tensor of one worker's state by an iterable of all workers' values, read on demand."""
