@@ -1,8 +1,8 @@
 """Cost of a step: decentfn, DDP, Decent-DP, FSDP2, periodic averaging, and no communication.
 
     python examples/benchmark.py --workload mlp                             2 ranks of this machine
-    sudo python examples/benchmark.py --workload gpt --workers 4 --link-mbit 1000     behind rate-limited links
-    sudo python examples/benchmark.py --workload gpt --workers 4 --link-mbit 100 --ranks-per-host 2    a worker is a host
+    python examples/benchmark.py --workload gpt --workers 4 --link-mbit 1000     behind rate-limited links
+    python examples/benchmark.py --workload gpt --workers 4 --link-mbit 100 --ranks-per-host 2    a worker is a host
     torchrun --nnodes 2 --nproc-per-node 1 ... examples/benchmark.py        on real hosts
     python examples/benchmark.py --memory | --compile-times | --scaling 1 2 4 | --overhead | --simulator | --checkpoints
     python examples/benchmark.py --simulator --workload tiny --workers 64     these workers in one process
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarking import lab, measure, peers, report, saving, simulator
+from benchmarking import launching, measure, peers, report, saving, simulator
 from benchmarking.workloads import WORKLOADS, workload
 from command_line import start
 
@@ -53,7 +53,7 @@ def arguments() -> argparse.ArgumentParser:
         help="to start here; default: 2, and 64 for the simulator (torchrun's number of ranks counts)",
     )
     add("--ranks-per-host", type=int, default=1, help="of which a worker is made; between them no link is slow")
-    add("--link-mbit", type=float, help="each worker in a network namespace behind a link of this rate (needs root)")
+    add("--link-mbit", type=float, help="each worker in a network namespace behind a link of this rate (decentfn lab)")
     add("--blocks", type=int, default=9)
     add("--seconds", type=float, default=2.0, help="about as long is a block")
     add("--steps", type=int, help="steps in a block, in place of --seconds")
@@ -163,7 +163,9 @@ def single(args: argparse.Namespace, spec: str, **environment: str) -> Any:
 
 
 def launch(args: argparse.Namespace, passed: list[str], workers: int, **environment: str) -> Any:
-    return lab.launch(SCRIPT, passed, workers, ranks_per_host=args.ranks_per_host, mbit=args.link_mbit, **environment)
+    return launching.launch(
+        SCRIPT, passed, workers, ranks_per_host=args.ranks_per_host, mbit=args.link_mbit, **environment
+    )
 
 
 def forwarded(args: argparse.Namespace) -> list[str]:

@@ -1,12 +1,12 @@
 """A language model on four hosts with slow links: held-out bits per byte against time and bytes, for this library and its peers.
 
-    sudo python examples/slow_links.py                          every method, two seeds; what the folder holds is not run again
-    sudo python examples/slow_links.py --methods "DDP, bf16" GASLoC --seeds 0 --steps 50 --out runs/try
-    sudo python examples/slow_links.py --methods DiLoCo GASLoC --slower 4 --out runs/uneven_links
+    python examples/slow_links.py                               every method, two seeds; what the folder holds is not run again
+    python examples/slow_links.py --methods "DDP, bf16" GASLoC --seeds 0 --steps 50 --out runs/try
+    python examples/slow_links.py --methods DiLoCo GASLoC --slower 4 --out runs/uneven_links
     python examples/slow_links.py --tune 1e-3 2e-3 4e-3         DDP's held-out bits per byte for these peaks, simulated
     python examples/slow_links.py --only-report                 the table and the picture of the folder, nothing else
 
-Each host is a network namespace behind a link of --mbit Mbit/s (see `benchmarking/lab.py`). All methods start from the
+Each host is a network namespace behind a link of --mbit Mbit/s (`decentfn lab`). All methods start from the
 same parameters, draw the same batches, and use AdamW with the same schedule over their --steps and a peak that was tuned
 for DDP. Those with rare messages, and so short steps, take twice --steps. The clock stops while the mean over workers is
 evaluated, and starts after the first step, which compiles.
@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import tyro
-from benchmarking import lab, measure
+from benchmarking import launching, measure
 from benchmarking.peers import rounded_to_bf16
 from byte_transformer import Transformer, Windows, read_corpus
 from torch import Tensor, nn
@@ -336,7 +336,7 @@ def main(
                 continue
             options = ["--methods", method, "--seeds", str(seed), "--steps", str(its_steps)]
             options += ["--learning-rate", str(learning_rate), "--evaluations", str(evaluations)]
-            curve = lab.launch(__file__, options, hosts, mbit=mbit or None, slower=slower)
+            curve = launching.launch(__file__, options, hosts, mbit=mbit or None, slower=slower)
             facts = {
                 "method": method,
                 "seed": seed,

@@ -13,6 +13,7 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"decentfn.cli needs {error.name}: pip install 'decentfn[cli]'.") from error
 
 from decentfn.cli.doctor import doctor
+from decentfn.cli.lab import lab
 from decentfn.cli.planning import plan
 from decentfn.cli.topologies import simulate, topologies, topology
 
@@ -23,7 +24,7 @@ def run(arguments: Sequence[str]) -> None:
     Raises:
         SystemExit: with status 2 after a user's mistake, 1 if `doctor` found a fault.
     """
-    commands = {f.__name__: f for f in (topology, topologies, plan, simulate, doctor)}
+    commands = {f.__name__: f for f in (topology, topologies, plan, simulate, doctor, lab)}
     try:
         tyro.extras.subcommand_cli_from_dict(commands, prog="decentfn", args=list(arguments) or ["--help"])
         sys.stdout.flush()

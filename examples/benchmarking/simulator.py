@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import decentfn as df
-from benchmarking import lab
+from benchmarking import launching
 from benchmarking.report import columns
 from benchmarking.workloads import LEARNING_RATE, MLP, Workload, workload
 
@@ -97,8 +97,8 @@ def loop(net: Workload, workers: int, momentum: float = MOMENTUM, *, mixing: boo
 def processes(workers: int, script: str) -> float:
     """Seconds per step of as many processes as workers, each with the `tiny` workload (64-128-10, batch 32)."""
     passed = ["--workload", "tiny", "--no-floors", "--peers", "decentfn", "--blocks", "3", "--steps", "5"]
-    lab.launch(script, passed, 2)  # fills the cache of compiled code
-    return lab.launch(script, passed, workers)["rows"][0]["step_s"]["median"]
+    launching.launch(script, passed, 2)  # fills the cache of compiled code
+    return launching.launch(script, passed, workers)["rows"][0]["step_s"]["median"]
 
 
 def _batches(net: Workload, workers: int) -> list[list[tuple[Tensor, Tensor]]]:

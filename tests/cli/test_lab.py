@@ -1,0 +1,174 @@
+"""Hosts on one machine: limited links between them, none to others, and nothing left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from decentfn import cli
+from tests.hosts import LAB, hosts, needs_hosts  # noqa: F401
+
+PROGRAM = """
+import json, os, socket, statistics, sys, time
+rank = int(os.environ["RANK"])
+if rank == 0:
+    server = socket.create_server(("10.77.0.1", 5000))
+    print("listening", flush=True)
+    connection, _ = server.accept()
+    while (byte := connection.recv(1)) == b"p":
+        connection.send(byte)
+    times, got = [], 0
+    while data := connection.recv(1 << 16):
+        got += len(data)
+        times.append((time.monotonic(), got))
+    (start, first), (end, last) = times[len(times) // 4], times[-1]
+    print(json.dumps({"mbit": (last - first) * 8e-6 / (end - start)}))
+elif rank == 1:
+    for _ in range(100):
+        try:
+            connection = socket.create_connection(("10.77.0.1", 5000))
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    taken = []
+    for _ in range(21):
+        since = time.monotonic()
+        connection.send(b"p")
+        connection.recv(1)
+        taken.append(time.monotonic() - since)
+    connection.send(b"x")
+    end = time.monotonic() + 2
+    while time.monotonic() < end:
+        connection.sendall(bytes(1 << 16))
+    print(json.dumps({"ms": statistics.median(taken) * 500, "host": socket.gethostname(), "to": sys.argv[1]}))
+"""
+
+
+def start(*options, program, **how):
+    return subprocess.Popen([*LAB, *options, "--", *program], stdout=subprocess.PIPE, text=True, **how)
+
+
+def facts(said):
+    return {name: x for line in said.splitlines() if line[:1] == "{" for name, x in json.loads(line).items()}
+
+
+@needs_hosts
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("options", "mbit", "ms"),
+    [
+        (["--mbit", "50"], 50, 0),
+        (["--mbit", "200", "--delay-ms", "10"], 200, 10),
+        (["--mbit", "500", "20", "--delay-ms", "40", "0"], 20, 20),
+    ],
+)
+def test_links_have_the_rate_and_delay_that_were_asked_for(options, mbit, ms):
+    said, _ = start("-n", "2", *options, program=[sys.executable, "-c", PROGRAM, "here"]).communicate(timeout=60)
+    found = facts(said)
+    assert found["mbit"] == pytest.approx(mbit * 1448 / 1514, rel=0.05)  # frames of 1,500 bytes and their headers
+    assert found["ms"] == pytest.approx(ms, abs=1, rel=0.1) and found["host"] == "host1"
+
+
+@needs_hosts
+@pytest.mark.thorough
+def test_two_labs_at_once_do_not_meet():
+    """Both have the same addresses and ports; a rank that met the other lab's would leave its own alone."""
+    program = [sys.executable, "-c", PROGRAM]
+    labs = [start("-n", "2", "--mbit", rate, program=[*program, rate]) for rate in ("20", "60")]
+    for rate, one in zip(("20", "60"), labs, strict=True):
+        found = facts(one.communicate(timeout=60)[0])
+        assert one.returncode == 0 and found["to"] == rate
+        assert found["mbit"] == pytest.approx(float(rate) * 1448 / 1514, rel=0.05)
+
+
+def namespaces():
+    """Network namespaces of this machine's processes, and the processes of a lab."""
+    found, of_labs = set(), []
+    for process in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            found.add(os.readlink(f"/proc/{process}/ns/net"))
+            with open(f"/proc/{process}/environ", "rb") as file:
+                of_labs += [process] * (b"OF_THIS_TEST=" in file.read())
+        except OSError:
+            continue
+    return found, of_labs
+
+
+@needs_hosts
+@pytest.mark.thorough
+def test_a_killed_lab_leaves_nothing_after_the_next_start():
+    before, _ = namespaces()
+    program = ["sh", "-c", "echo up; sleep 600; true"]  # the shell dies with the lab, and leaves its sleep
+    lab = start("-n", "3", "--delay-ms", "1", program=program, env=os.environ | {"OF_THIS_TEST": "1"})
+    assert lab.stdout and [lab.stdout.readline() for _ in range(3)] == ["up\n"] * 3
+    assert len(namespaces()[0] - before) == 4  # three hosts and the switch
+    lab.kill()
+    lab.wait()
+    assert subprocess.run([*LAB, "-n", "1", "--", "true"], timeout=60).returncode == 0
+    end = time.monotonic() + 10
+    while (namespaces()[0] - before or namespaces()[1]) and time.monotonic() < end:
+        time.sleep(0.2)
+    assert not namespaces()[0] - before and not namespaces()[1]
+    lab.stdout.close()
+
+
+@needs_hosts
+@pytest.mark.thorough
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_lab_that_is_told_to_end_ends_its_ranks_at_once(sent):
+    program = ["sh", "-c", "echo up; sleep 600; true"]
+    lab = start("-n", "2", program=program, env=os.environ | {"OF_THIS_TEST": "1"}, stderr=subprocess.DEVNULL)
+    assert lab.stdout and [lab.stdout.readline() for _ in range(2)] == ["up\n"] * 2
+    lab.send_signal(sent)
+    assert lab.wait(20) != 0 and not namespaces()[1]
+    lab.stdout.close()
+
+
+@needs_hosts
+@pytest.mark.thorough
+def test_a_rank_that_fails_ends_the_others_and_is_named():
+    program = ["sh", "-c", 'test "$RANK" = 1 && exit 7; sleep 600']
+    lab = start("-n", "2", "--ranks-per-host", "2", program=program, stderr=subprocess.PIPE)
+    _, said = lab.communicate(timeout=60)
+    assert (lab.returncode, said) == (1, "decentfn lab: rank 1 ended with status 7.\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("-n", "0", "--", "true"), "lab(num_hosts=0): 1 to 250 hosts."),
+        (
+            ("-n", "3", "--mbit", "5", "6", "--", "true"),
+            "lab(mbit=(5.0, 6.0)): one number for all hosts, or one per host",
+        ),
+        (("-n", "2", "--mbit", "0", "--", "true"), "lab(mbit=(0.0,)): one number"),
+        (("-n", "2", "--delay-ms", "-1", "--", "true"), "lab(delay_ms=(-1.0,)): one number"),
+        (("-n", "2", "--", "no-such-program"), "lab(command='no-such-program'): there is no such program."),
+        (("-n", "2"), "lab(command=()): end with the program to start, as in `-- python train.py`."),
+    ],
+)
+def test_a_lab_that_cannot_be_is_refused_in_one_sentence(arguments, words, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.run(["lab", *arguments])
+    said = capsys.readouterr().err
+    assert said.startswith(f"decentfn: {words}") and said.count("\n") == 1
+
+
+def test_a_machine_without_tc_or_the_right_is_told_so(tmp_path, capsys, monkeypatch):
+    (tmp_path / "true").symlink_to("/bin/true")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit, match="2"):
+        cli.run(["lab", "-n", "2", "--", "true"])
+    assert "lab needs the program ip, of Linux: install iproute2" in capsys.readouterr().err
+    for name in ("ip", "tc", "unshare"):
+        (tmp_path / name).write_text("#!/bin/sh\necho refused >&2; exit 1\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(SystemExit, match="2"):
+        cli.run(["lab", "-n", "2", "--", "true"])
+    assert "needs root, or user namespaces, and these are refused here (refused)" in capsys.readouterr().err
