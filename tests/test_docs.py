@@ -1,6 +1,8 @@
 """The pages about algorithms and topologies are what the code says of itself today."""
 
+import importlib.util
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -96,3 +98,15 @@ def test_messages_that_the_troubleshooting_page_quotes_are_those_that_are_said()
     quoted = re.findall(r"```text\n(.*?)\n```", page, re.DOTALL)
     assert [message for message in quoted if not any(part in message for part in SAID)] == []
     assert [part for part in SAID if part not in sources or part not in page] == []
+
+
+def test_the_notebook_of_the_tour_has_the_cells_of_its_page():
+    script = importlib.util.spec_from_file_location("notebook", DOCS / "notebook.py")
+    module = importlib.util.module_from_spec(script)
+    script.loader.exec_module(module)
+    made = module.notebook((DOCS / "tour.md").read_text(encoding="utf-8"))
+    assert (DOCS / "tour.ipynb").read_text(encoding="utf-8") == made, (
+        "run `python docs/notebook.py` and commit docs/tour.ipynb"
+    )
+    code = ["".join(cell["source"]) for cell in json.loads(made)["cells"] if cell["cell_type"] == "code"]
+    assert len(code) > 8 and all(compile(cell, "cell", "exec") for cell in code) and ">>>" not in "".join(code)
