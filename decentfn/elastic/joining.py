@@ -2,20 +2,19 @@
 
 A newcomer draws a seat that nobody has had, compiles its step alone, and leaves a note in the store. The first worker
 looks for notes and adds to the sum of its step that somebody waits, so all hear it in the same step. Before the next
-one they hold the roll call as after a loss (`roll_call`), whose decision includes the newcomers. These get a donor's
-state bit for bit, and all form the next generation.
+one they hold the roll call as after a loss (`roll_call`), whose decision includes the newcomers. These get the first
+worker's state bit for bit, and all form the next generation.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 from uuid import uuid4
 
 import torch
@@ -28,24 +27,11 @@ from decentfn.core import trees
 from decentfn.core.formatting import brief_error
 from decentfn.elastic.generation import Generation, Members, generation_of
 from decentfn.elastic.liveness import Liveness
-from decentfn.elastic.roll_call import POLL_S
+from decentfn.elastic.roll_call import POLL_S, Decision
 from decentfn.errors import ExchangeTimeout, PlanMismatch
 from decentfn.kit.state_check import lines_of
 
 _RUN = "decentfn run"
-
-
-class Admission(NamedTuple):
-    """Next generation: a decision, and what a newcomer needs."""
-
-    generation: int
-    seats: tuple[int, ...]
-    places: tuple[int, ...]
-    step: int
-    repeats: bool
-    """Seats, step and repeats are the decision's."""
-    donor: int
-    """Seat of the worker that gives its state."""
 
 
 def open_run(here: World, state: Any) -> Store:
@@ -58,8 +44,7 @@ def open_run(here: World, state: Any) -> Store:
     name = here.store.get("run").decode()
     run = PrefixStore(f"{_RUN} {name}", bottom)
     if here.rank == 0:
-        run.set("form", _form(state))
-        run.set("agreed", json.dumps(sorted(here.agreed)))
+        run.set("agreed", json.dumps([lines_of(state), sorted(here.agreed)]))
         bottom.set(_RUN, json.dumps([name, here.size, versions(), here.device.type]))
     return run
 
@@ -99,14 +84,14 @@ def wait_for_run(here: World, store: Store, timeout: timedelta) -> World:
 
 def require_same(here: World, run: Store, state: Any) -> None:
     """Raise PlanMismatch unless the run's states have the leaves of this one, and its workers made the same algorithm."""
-    if run.get("form").decode() != _form(state):
+    form, agreed = json.loads(run.get("agreed"))
+    if form != lines_of(state):
         raise PlanMismatch(
             "join(step, state, batch): the run's states have other leaves, shapes or dtypes than this one; make it with the same "
             "model, algorithm and optimizer, for world.num_workers workers."
         )
-    agreed = set(json.loads(run.get("agreed")))
-    if other := sorted(here.agreed - agreed):
-        theirs = sorted(agreed - here.agreed) or ["nothing"]
+    if other := sorted(here.agreed - set(agreed)):
+        theirs = sorted(set(agreed) - here.agreed) or ["nothing"]
         raise PlanMismatch(
             f"join(step, state, batch): this process has {other[0]!r}, the run {theirs[0]!r}; every rank must build the same "
             "algorithm, model and topology."
@@ -118,16 +103,16 @@ def new_seat(here: World, run: Store) -> int:
     return here.identity.size_at_start + run.add("newcomers", 1) - 1
 
 
-def await_admission(run: Store, seat: int, liveness: Liveness) -> Admission:
-    """Leave a note that this seat waits, and wait until the others admit it."""
+def await_admission(run: Store, seat: int, liveness: Liveness) -> tuple[Members, Decision]:
+    """Leave a note that this seat waits, and wait until the others admit it; return the next generation, as they decided."""
     run.set(f"waiting {seat}", "")
     while not run.check([f"admitted {seat}"]):
         if run.check([f"refused {seat}"]):
             raise ValueError(f"join(step, state, batch): {run.get(f'refused {seat}').decode()}")
         liveness.clear()
         time.sleep(POLL_S)
-    generation, seats, places, *others = json.loads(run.get(f"admitted {seat}"))
-    return Admission(generation, tuple(seats), tuple(places), *others)
+    (changes, seats, places), decision = json.loads(run.get(f"admitted {seat}"))
+    return Members(changes, tuple(seats), tuple(places)), Decision.of(decision)
 
 
 # -- the others -------------------------------------------------------------------------------------------------------
@@ -156,18 +141,18 @@ def _refuse(run: Store, seat: int, why: str) -> None:
     run.delete_key(f"waiting {seat}")
 
 
-def admit(run: Store, told: Admission, newcomers: Sequence[int]) -> None:
-    """Tell the newcomers of a decision; each worker writes the same."""
+def admit(run: Store, members: Members, decision: Decision, newcomers: Sequence[int]) -> None:
+    """Tell the newcomers of a decision, and of the next generation; each worker writes the same."""
     for seat in newcomers:
-        run.set(f"admitted {seat}", json.dumps(told))
+        run.set(f"admitted {seat}", json.dumps([members, decision]))
         run.delete_key(f"waiting {seat}")
 
 
-def hand_over(here: World, state: Any, donor: int, newcomers: Sequence[int]) -> Any:
-    """Send the donor's state to the newcomers, bit for bit; return it there, and elsewhere the state itself."""
+def hand_over(here: World, state: Any, newcomers: Sequence[int]) -> Any:
+    """Send the first worker's state to the newcomers, bit for bit; return it there, and elsewhere the state itself."""
     group, timeout = here.channels.group, here.channels.longest_wait
     own, seats = generation_of(here).seat, generation_of(here).members.seats
-    if own == donor:
+    if own == seats[0]:
         leaves = [
             leaf.detach().contiguous() for leaf in trees.leaves(state) if isinstance(leaf, Tensor) and leaf.numel()
         ]
@@ -176,18 +161,12 @@ def hand_over(here: World, state: Any, donor: int, newcomers: Sequence[int]) -> 
             work.wait(timeout)
     if own not in newcomers:
         return state
-    rank = seats.index(donor)
 
     def received(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.numel():
             return leaf
         new = torch.empty(leaf.numel() * leaf.itemsize, dtype=torch.uint8)
-        group.recv([new], rank, 0).wait(timeout)
+        group.recv([new], 0, 0).wait(timeout)
         return new.view(leaf.dtype).view(leaf.shape)
 
     return trees.map(received, state)
-
-
-def _form(state: Any) -> str:
-    """Return a digest of names, shapes and dtypes of a state's leaves."""
-    return hashlib.sha256("\n".join(lines_of(state)).encode()).hexdigest()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -36,10 +36,10 @@ class Note(NamedTuple):
     """True if it had ended that step in an earlier generation."""
 
     @classmethod
-    def all_of(cls, told: bytes) -> list[Note]:
-        """Return the notes in the store, a JSON line each."""
-        lines = map(json.loads, told.decode().splitlines())
-        return [cls(seat, step, tuple(reaches), repeats) for seat, step, reaches, repeats in lines]
+    def of(cls, told: str) -> Note:
+        """Return a note that is a line in the store."""
+        seat, step, reaches, repeats = json.loads(told)
+        return cls(seat, step, tuple(reaches), repeats)
 
 
 class Decision(NamedTuple):
@@ -53,14 +53,10 @@ class Decision(NamedTuple):
     """True if another of them had ended it; its calls outside steps after it have failed."""
 
     @classmethod
-    def of(cls, told: bytes) -> Decision:
-        """Return the decision in the store, in JSON."""
-        seats, step, repeats = json.loads(told)
+    def of(cls, told: Sequence[Any]) -> Decision:
+        """Return a decision that was in JSON."""
+        seats, step, repeats = told
         return cls(tuple(seats), step, repeats)
-
-
-class Wait(NamedTuple):
-    """Nothing to do yet."""
 
 
 class Leave(NamedTuple):
@@ -78,8 +74,8 @@ def hold(
     """Return the decision of all, or None if they continue without this worker. `board`: the generation's store."""
     end, others = time.monotonic() + patience.total_seconds(), [seat for seat in seats if seat != mine.seat]
     while True:
-        decided = Decision.of(board.get("decision")) if board.check(["decision"]) else None
-        notes = Note.all_of(board.get("notes")) if board.check(["notes"]) else []
+        decided = Decision.of(json.loads(board.get("decision"))) if board.check(["decision"]) else None
+        notes = list(map(Note.of, board.get("notes").decode().splitlines())) if board.check(["notes"]) else []
         liveness.clear()
         gone = set(filter(liveness.is_gone, others))
         match act(mine, seats, notes, decided, gone, newcomers(), is_over=time.monotonic() > end):
@@ -91,7 +87,7 @@ def hold(
                 board.compare_set("decision", "", json.dumps(decision))
             case Leave():
                 return None
-            case Wait():
+            case None:
                 time.sleep(POLL_S)
 
 
@@ -104,8 +100,8 @@ def act(
     waiting: Collection[int] = (),
     *,
     is_over: bool,
-) -> Note | Decision | Wait | Leave:
-    """Return what a worker does next: write its note, propose a decision, obey one, wait or leave.
+) -> Note | Decision | Leave | None:
+    """Return what a worker does next: write its note, propose a decision, obey one, leave, or wait (None).
 
     Args:
         mine: this worker's note.
@@ -122,7 +118,7 @@ def act(
         return mine
     present = {note.seat: note for note in notes if note.seat not in gone}
     if not is_over and any(seat not in present and seat not in gone for seat in seats):
-        return Wait()
+        return None
     left = _largest_part({seat: set(note.reaches) for seat, note in present.items()})
     step = min(present[seat].step for seat in left)
     repeats = any(present[seat].step > step or present[seat].repeats for seat in left)
@@ -137,25 +133,12 @@ def places_of(seats: Sequence[int], before: Mapping[int, int]) -> tuple[int, ...
 
 
 def _largest_part(reaches: Mapping[int, set[int]]) -> tuple[int, ...]:
-    """Return the largest set of workers that all reach one another; of equal ones, the one with the lowest worker."""
+    """Return workers that all reach one another: of parts without a link, the largest, or of equal ones the one with the
+    lowest worker. Those with the most missing links are left out until none is missing: first those without a link to the
+    lowest, the highest first.
+    """
     links = {i: {j for j in reaches if j == i or (j in reaches[i] and i in reaches[j])} for i in reaches}
-    return max((_all_linked(links, part) for part in _parts(links)), key=lambda part: (len(part), -part[0]))
-
-
-def _parts(links: Mapping[int, set[int]]) -> Iterable[set[int]]:
-    """Yield the connected parts."""
-    rest = set(links)
-    while rest:
-        part, new = set[int](), {min(rest)}
-        while new:
-            part |= new
-            new = set[int]().union(*(links[i] for i in new)) - part
-        rest -= part
-        yield part
-
-
-def _all_linked(links: Mapping[int, set[int]], part: set[int]) -> tuple[int, ...]:
-    """Leave out those with the most missing links, the highest first, until none is missing."""
+    part = set(links)
     while any(part - links[i] for i in part):
-        part = part - {max(part, key=lambda i: (len(part - links[i]), i))}
+        part = part - {max(part, key=lambda i: (len(part - links[i]), i not in links[min(part)], i))}
     return tuple(sorted(part))

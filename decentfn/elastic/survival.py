@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -23,13 +24,12 @@ from decentfn.core.scalars import as_step
 from decentfn.core.trees import PyTree
 from decentfn.elastic import connections, joining
 from decentfn.elastic.generation import Generation, Members, awaited_run, begin, generation_of, go_on
-from decentfn.elastic.joining import Admission
 from decentfn.elastic.liveness import Liveness
 from decentfn.elastic.roll_call import Decision, Note, hold, places_of
-from decentfn.elastic.survivable import require_kind, require_schedule, require_survivable, warn_of_agent
 from decentfn.errors import ExchangeTimeout, LeftBehind, PeerLost, RunError, StepMismatch
 from decentfn.kit.state import State, kept
 from decentfn.kit.step import Step
+from decentfn.topologies.resized import in_place
 
 _log = logging.getLogger("decentfn")
 _LOOK_S = 0.2
@@ -78,9 +78,9 @@ def survive(step: Step | Callable[..., Any], *, patience: timedelta = timedelta(
         raise ValueError(f"survive(patience={brief(patience)}): a positive datetime.timedelta.")
     step, here = Step.of(step), collectives.world()
     _require_pure(step)
-    require_kind(here)
-    require_schedule(here, step)
-    warn_of_agent()
+    _require_kind(here)
+    _require_schedule(here, step)
+    _warn_of_agent()
     given = {one.name: getattr(step, one.name) for one in fields(step) if one.init}
     return _Surviving(**given, survivor=_Survivor(patience))
 
@@ -165,7 +165,11 @@ class _Survivor:
         todo = [now] if not generation_of(here).somebody_waits else self._go_on(here, [now], None)
         while True:
             try:
-                result = _whole(here, step, todo[0], sees_newcomers)
+                if here.session.cut_short is not None:  # by a call outside steps
+                    where, cause = here.session.cut_short
+                    raise PeerLost(f"{where}: {cause}", process=here.rank, step=todo[0].t)
+                generation_of(here).take_part(sees_newcomers=sees_newcomers)  # a step ends when all have begun it
+                result = step(todo[0].state, todo[0].batch, todo[0].t)
             except (PeerLost, ExchangeTimeout) as error:
                 todo = self._go_on(here, todo, error)
                 continue
@@ -175,7 +179,12 @@ class _Survivor:
             todo[0] = todo[0]._replace(state=result[0])
 
     def _begin(self, here: World, state: Any) -> None:
-        require_survivable(here)
+        _require_kind(here)
+        if not here.loss_is_final:
+            raise ValueError(
+                "survive(step): another step of this run survives already, and the workers would go back to the last call of "
+                "either; call df.survive once."
+            )
         import scipy.sparse.csgraph  # noqa: F401  # for the schedule after a loss, when others would wait for the import
 
         seats = tuple(here.identity.processes)
@@ -221,11 +230,10 @@ class _Survivor:
                 alone = generation_of(here)
                 self._open_door(seat)
                 begin(here, alone.next(alone.members, seat, self._liveness.is_gone))
-                told = joining.await_admission(run, seat, self._liveness)
+                members, decision = joining.await_admission(run, seat, self._liveness)
                 try:
-                    self._liveness.learn(told.seats)
-                    state = self._connect(here, told, state, [seat])
-                    return state, told.step
+                    self._liveness.learn(members.seats)
+                    return self._connect(here, members, decision, state, [seat]), decision.step
                 except RuntimeError as lost:
                     # One more was lost meanwhile; the others go on without this process.
                     _log.info("join: %s; waiting again", brief_error(lost))
@@ -257,11 +265,11 @@ class _Survivor:
                 ) from error
             newcomers = [seat for seat in decision.seats if seat not in seats]
             places = places_of(decision.seats, dict(zip(seats, places, strict=True)))
-            told = Admission(changes + 1, decision.seats, places, decision.step, decision.repeats, decision.seats[0])
+            members = Members(changes + 1, decision.seats, places)
             try:
-                joining.admit(self._store, told, newcomers)
+                joining.admit(self._store, members, decision, newcomers)
                 self._liveness.learn(newcomers, answered=True)
-                kept_state = self._connect(here, told, todo[0].state, newcomers)
+                kept_state = self._connect(here, members, decision, todo[0].state, newcomers)
             except RuntimeError as another:  # one more was lost meanwhile
                 self._leave(here)
                 _log.info("survive: %s", brief_error(another))
@@ -277,11 +285,11 @@ class _Survivor:
         )
         return [todo[0]._replace(state=kept_state), *todo[1:]]
 
-    def _connect(self, here: World, told: Admission, state: Any, newcomers: Sequence[int]) -> Any:
+    def _connect(self, here: World, members: Members, decision: Decision, state: Any, newcomers: Sequence[int]) -> Any:
         """Connect to the workers of the next generation; return the state with which this one continues."""
-        generation = go_on(here, Members(told.generation, told.seats, told.places), self._patience)
-        state = _kept(joining.hand_over(here, state, told.donor, newcomers))
-        generation.miss(told.step if told.repeats else None)
+        generation = go_on(here, members, self._patience)
+        state = _kept(joining.hand_over(here, state, newcomers))
+        generation.miss(decision.step if decision.repeats else None)
         return state
 
     def _leave(self, here: World) -> None:
@@ -321,15 +329,6 @@ def _change(before: Sequence[int], after: Sequence[int]) -> str:
     return " and ".join(parts) or "the same workers"
 
 
-def _whole(here: World, step: Callable[..., tuple[Any, Any]], now: _Inputs, sees_newcomers: bool) -> tuple[Any, Any]:
-    """Take a step, which ends when all workers have begun it."""
-    if here.session.cut_short is not None:  # by a call outside steps
-        where, error = here.session.cut_short
-        raise PeerLost(f"{where}: {error}", process=here.rank, step=now.t)
-    generation_of(here).take_part(sees_newcomers=sees_newcomers)
-    return step(now.state, now.batch, now.t)
-
-
 def _kept(state: Any) -> Any:
     """Return the state of a worker that continues with others than before. Collective."""
     if not isinstance(state, State):
@@ -346,3 +345,39 @@ def _mean(x: Buckets) -> Buckets:
         return collectives.process_mean(rows.mean(0)).to(b.dtype).expand_as(b).clone()
 
     return each(one, x)
+
+
+def _warn_of_agent() -> None:
+    """Log once per machine that torchrun ends all processes of an agent with the first that dies."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if "TORCHELASTIC_RUN_ID" in os.environ and local != "1" and os.environ.get("LOCAL_RANK") == "0":
+        _log.warning(
+            "survive(step): torchrun has started %s processes here, and ends them all with the first that dies; only processes of "
+            "other agents would continue. Start one agent for each process (docs/surviving.md, Launching).",
+            local,
+        )
+
+
+def _require_kind(here: World) -> None:
+    """Raise ValueError for workers or devices that cannot go on without others."""
+    if here.processes_per_worker > 1:
+        raise ValueError(
+            f"survive(step): workers of {here.processes_per_worker} processes, of which one cannot go on without the others' shards; "
+            "restart from a checkpoint (docs/restarts.md)."
+        )
+    if here.identity.size_at_start > 1 and here.device.type != "cpu":
+        connections.require_recoverable("survive(step)")
+
+
+def _require_schedule(here: World, step: Step) -> None:
+    """Raise ValueError if the algorithm accepts no schedule without one of the processes."""
+    if step.topology is None or here.identity.size_at_start == 1 or here.changes:
+        return
+    n = step.topology.num_workers
+    try:
+        in_place(step.topology, range(n - max(1, n // here.identity.size_at_start), n))
+    except ValueError as error:
+        raise ValueError(
+            f"survive(step): the algorithm accepts no schedule in place of {step.topology!r} after a loss; restart from a checkpoint "
+            "(docs/restarts.md), or use another algorithm."
+        ) from error

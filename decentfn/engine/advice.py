@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,14 +20,11 @@ from decentfn.torch_private.autograd import allow_saved_tensors_hooks
 from decentfn.torch_private.dynamo import first_error, guards_fail, is_not_compiled, is_of_too_many_graphs
 
 
-def explain(
-    step: Step, error: Exception, state: Any, batch: PyTree, graphs: int, how: dict[str, Any], *, is_first: bool
-) -> bool:
+def explain(step: Step, error: Exception, state: Any, batch: PyTree, graphs: int, *, is_first: bool) -> bool:
     """Raise an explanation of a compiled step's error, if it needs one; else return True if another try may succeed.
 
     Some modules cannot be compiled before their first eager call, such as transformers models that return hidden
-    states, so the loss is evaluated eagerly, and the first of two errors may be of that kind. `how`: as for
-    torch.compile.
+    states, so the loss is evaluated eagerly, and the first of two errors may be of that kind.
     """
     if is_of_too_many_graphs(error):
         raise RuntimeError(
@@ -56,38 +52,18 @@ def explain(
             "df.compile(step): torch.autograd.set_detect_anomaly is on, which looks for NaN in every gradient and is not compiled: "
             f"{brief_error(said)}. Switch it off, or look for the NaN with the step before df.compile."
         ) from error
-    if not _compiles(lambda x: x + 1, torch.ones(2), **how):
-        raise RuntimeError(
-            f"df.compile(step): the compiler fails for every function, also for x + 1: {brief_error(said)}. Check `backend` and the "
-            "options of df.compile, and the compiler's installation."
-        ) from error
     if step.is_by_autograd:
         return False
+    _raise_own(step, state, batch)
+    if is_first and step.loss_fn is not None:
+        return True
     made = f" If another init made the state, a {kind_of(state)}, call this algorithm's." if is_state(state) else ""
-    if step.loss_fn is not None and is_state(state):
-        _raise_own(step, state, batch)
-        if _compiles(_gradient_alone(step, state), list(state.params), state.buffers, batch, **how):
-            if is_first:
-                return True
-            raise RuntimeError(
-                f"df.compile(step): torch.compile could not trace the step: {brief_error(said)}. The loss alone compiles, so the cause "
-                "is the optimizer, γ, the algorithm or a wrapper: compute on tensors, with torch.where in place of `if`, and without "
-                f"float(x), x.item() or math; the step before df.compile runs as it is.{made}"
-            ) from error
     raise RuntimeError(
-        f"df.compile(step): torch.compile could not trace the step: {brief_error(said)}. Where the loss runs in a plain "
-        f"PyTorch loop, let PyTorch's autograd take the gradient: df.autograd(loss_fn); the rest of the step is compiled.{made}"
+        f"df.compile(step): torch.compile could not trace the step: {brief_error(said)}. Where the loss runs in a plain PyTorch loop, "
+        "let PyTorch's autograd take the gradient: df.autograd(loss_fn); the rest of the step is compiled. In the optimizer, γ, the "
+        "algorithm or a wrapper, compute on tensors, with torch.where in place of `if`, and without float(x), x.item() or math; the "
+        f"step before df.compile runs as it is. If nothing compiles, check `backend` and the options of df.compile.{made}"
     ) from error
-
-
-def _compiles(function: Callable[..., Any], *arguments: Any, **how: Any) -> bool:
-    try:
-        torch.compile(function, **how)(*arguments)
-    except Exception:
-        return False
-    finally:
-        allow_saved_tensors_hooks()
-    return True
 
 
 def _raise_own(step: Step, state: Any, batch: PyTree) -> None:
@@ -95,19 +71,15 @@ def _raise_own(step: Step, state: Any, batch: PyTree) -> None:
     if step.is_by_autograd or step.loss_fn is None or not is_state(state):
         return
     try:
-        _gradient_alone(step, state)(*trees.cloned((list(state.params), state.buffers, batch)))
+        loss_fn = step.loss_fn.loss_fn if isinstance(step.loss_fn, DynamicLossScale) else step.loss_fn
+        t, plan = torch.zeros((), dtype=torch.int64), state.params.plan
+
+        def gradient(x: list[Tensor], buffers: PyTree, batch: PyTree) -> tuple[Tensor, ...]:
+            return evaluate(loss_fn, Buckets(x, plan), buffers, batch, t).grads.tensors
+
+        simulated = step.had("simulate")
+        if simulated is not None and simulated.size is not None:
+            gradient = partial(over_workers, gradient, simulated.size)
+        gradient(*trees.cloned((list(state.params), state.buffers, batch)))
     except Exception as own:
         raise own from None
-
-
-def _gradient_alone(step: Step, state: Any) -> Callable[..., PyTree]:
-    """Return the loss's gradient without the rest of the step, a function of parameters, buffers and batch."""
-    loss_fn = step.loss_fn.loss_fn if isinstance(step.loss_fn, DynamicLossScale) else step.loss_fn
-    assert loss_fn is not None
-    t, plan = torch.zeros((), dtype=torch.int64), state.params.plan
-
-    def one(x: list[Tensor], buffers: PyTree, batch: PyTree) -> tuple[Tensor, ...]:
-        return evaluate(loss_fn, Buckets(x, plan), buffers, batch, t).grads.tensors
-
-    simulated = step.had("simulate")
-    return one if simulated is None or simulated.size is None else partial(over_workers, one, simulated.size)

@@ -133,7 +133,7 @@ def compile(
                 result = pair[bool(context.resting)](leaves, batch, t)
         except Exception as error:
             progress.end(done=False)
-            if not explain(step, error, state, batch, _GRAPHS, kwargs, is_first=not has_failed):
+            if not explain(step, error, state, batch, _GRAPHS, is_first=not has_failed):
                 raise
             has_failed.append(True)
             return run(state, batch, t)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from decentfn.core.trees import PyTree
 from decentfn.gradient.accumulated import Accumulated, mean_gradient_of, micro_batches, separate
 from decentfn.gradient.by_autograd import ByAutograd, gradient_by_autograd
 from decentfn.gradient.gradient_checks import require_none, ungiven
-from decentfn.gradient.lending import lock_of_module, put_back, to_evaluate
+from decentfn.gradient.lending import lock_of_module, to_evaluate
 from decentfn.gradient.loss import LossFn, in_mode, refuse_numpy, require_unchanged, takes, tell_eval_mode, unwrapped
 from decentfn.gradient.module import ModuleLoss, ShardedLoss
 from decentfn.gradient.result import Gradient, gradient_of
@@ -164,8 +163,8 @@ def _evaluate(
     except Exception as error:
         refuse_numpy(error)
         refuse_random(error)
-        if "df.autograd" not in str(error) and (advice := _advice(one, params, buffers, batch, t, many)) != str(error):
-            error.add_note(advice)
+        if "df.autograd" not in str(error):
+            error.add_note(_WAY_OUT)
         raise
 
 
@@ -177,38 +176,9 @@ def lending(loss_fn: ModuleLoss) -> Iterator[Callable[[PyTree, PyTree], Any]]:
 
 
 _WAY_OUT = (
-    "step(state, batch, t): torch.func traced the loss's gradient, under df.simulate for all workers at once, and cannot follow this "
-    "loss. PyTorch's own autograd can (it was tried), for one worker after another: df.autograd(loss_fn)."
+    "step(state, batch, t): torch.func traced the loss's gradient, under df.simulate for all workers at once. Where the loss runs in a "
+    "plain PyTorch loop, let PyTorch's autograd take the gradient, of one worker after another: df.autograd(loss_fn)."
 )
-
-
-_UNTRIED = _WAY_OUT.replace("can (it was tried)", "may")
-
-
-def _advice(one: LossFn, params: Buckets, buffers: PyTree, batch: PyTree, t: Tensor, many: bool) -> str:
-    """Return what to do about a loss that torch.func cannot follow, after a trial of one worker by autograd.
-
-    If that fails, too, return the error's sentence, or an empty one if it is not ours.
-    """
-    try:
-        template, leaves = trees.enumerate_leaves((params, buffers, batch)), trees.leaves((params, buffers, batch))
-        while (first := functorch.by_worker(leaves)[0]) is not leaves:
-            leaves = first
-        given = trees.fill(template, leaves)
-    except Exception:  # a batch of a kind of its own
-        return _UNTRIED
-
-    def run() -> str:
-        x, own, data = trees.map(torch.clone, given[0]), *given[1:]
-        try:
-            with put_back(one):
-                gradient_by_autograd(ByAutograd(one, False), x, own, data, t, None, many)
-        except Exception as error:
-            return str(error) if isinstance(error, ValueError) and str(error).startswith("loss_fn: ") else ""
-        return _WAY_OUT
-
-    with ThreadPoolExecutor(1) as thread:  # the levels of torch.func belong to this one
-        return thread.submit(run).result()
 
 
 def _depends_on_ungiven(loss: Tensor, given: PyTree) -> bool:

@@ -184,10 +184,9 @@ def attributes_of(loss_fn: Any) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def put_back(loss_fn: Any, changed: list[str] | None = None) -> Iterator[None]:
-    """Context in which a loss's modules may be called; afterwards their attributes are what they were.
-
-    With a list `changed`, only if tensors among them have been replaced or added; it gets their names.
+def put_back(loss_fn: Any, changed: list[str]) -> Iterator[None]:
+    """Context in which a loss's modules may be called; if it replaces or adds tensors among their attributes, all of these
+    are put back, and `changed` gets the names.
     """
     tables = attributes_of(loss_fn)
     before = [dict(table) for table in tables]
@@ -195,11 +194,8 @@ def put_back(loss_fn: Any, changed: list[str] | None = None) -> Iterator[None]:
         yield
     finally:
         pairs = [*zip(tables, before, strict=True)]
-        if changed is not None:
-            changed += sorted(
-                {k for t, old in pairs for k, x in t.items() if x is not old.get(k) and _holds_tensors(x)}
-            )
-        for table, old in pairs if changed is None or changed else ():
+        changed += sorted({k for t, old in pairs for k, x in t.items() if x is not old.get(k) and _holds_tensors(x)})
+        for table, old in pairs if changed else ():
             table.clear()
             table.update(old)
 

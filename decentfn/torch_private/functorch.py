@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -72,16 +70,6 @@ def holds(condition: Tensor) -> bool:
     while is_batched(condition):
         condition = all_rows(condition, condition)
     return type(condition) is Tensor and bool(condition.all())
-
-
-def by_worker(leaves: list[Any]) -> list[list[Any]]:
-    """Return the leaves of each worker that `vmap` batches here, as plain tensors; one list outside `vmap`."""
-    like = next((x for x in leaves if isinstance(x, Tensor) and is_batched(x)), None)
-    if like is None:
-        return [leaves]
-    rows = [all_rows(x, like) if isinstance(x, Tensor) else x for x in leaves]
-    count = all_rows(like, like).shape[0]
-    return [[x[i] if isinstance(x, Tensor) else x for x in rows] for i in range(count)]
 
 
 def are_equal(x: Tensor, y: Tensor) -> bool:

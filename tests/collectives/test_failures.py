@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import itertools
-import json
 import os
 import signal
 import threading
@@ -141,9 +140,8 @@ def same(one, other):
         *(pytest.param(kind, "inductor", marks=pytest.mark.slow) for kind in KINDS),
     ],
 )
-def test_wherever_a_message_is_lost_the_state_is_whole(kind, backend, tmp_path, monkeypatch):
+def test_wherever_a_message_is_lost_the_state_is_whole(kind, backend):
     """Pure, or by df.donate: bitwise as it was. Compiled: every leaf is that of a step with the others, or that of a step with oneself."""
-    monkeypatch.setenv("DECENTFN_FAILURES", str(tmp_path))
     case = Case(kind, backend)
     healthy = case.take()
     alone = [case.take(everyone_is=rank)[rank][0] for rank in range(case.n)]
@@ -154,7 +152,7 @@ def test_wherever_a_message_is_lost_the_state_is_whole(kind, backend, tmp_path, 
         error = answers[1][2]
         assert isinstance(error, df.errors.PeerLost), (lost, error)
         assert (error.worker, error.process, error.step) == (1, 1, AT)
-        assert str(error.__cause__) == BROKEN and str(tmp_path) in str(error)
+        assert str(error.__cause__) == BROKEN
         if case.n == 2:
             assert error.peer == 0 and "with worker 0 in slot 0" in str(error)
             assert f"exchange {lost[0] // 2 + 1} of the step" in str(error)
@@ -171,45 +169,6 @@ def test_wherever_a_message_is_lost_the_state_is_whole(kind, backend, tmp_path, 
         if case.is_donated:
             assert not any(same(answers[1][0].params, case.held[1].params))
     assert all(x.isfinite().all() for x in trees.leaves(answers[1][0]))
-
-
-def test_the_last_exchanges_are_written_down(tmp_path, monkeypatch):
-    folder = tmp_path / "of this run"
-    monkeypatch.setenv("DECENTFN_FAILURES", str(folder))
-
-    def run(rank):
-        init, step, _ = KINDS["messages"]()
-        state = init(params(rank))
-        for t in range(40):
-            if rank == 1 and t == 30:
-                world().channels.group = Breaks(world().channels.group, 4, "wait")  # of the third bucket
-            try:
-                state, _ = step(state, torch.ones(()), t)
-            except df.errors.PeerLost as error:
-                with pytest.raises(RuntimeError, match=r"its step t=3\d raised PeerLost: .* Start the run again"):
-                    step(state, torch.ones(()), t + 1)
-                return str(error), t
-
-    said, t = on_ranks(2, run)[1]
-    path = next(path for path in folder.iterdir() if str(path) in said)
-    assert (folder.stat().st_mode & 0o777, path.stat().st_mode & 0o777) == (0o700, 0o600)
-    written = json.loads(path.read_text())
-    assert written["error"] | {"message": ""} == {
-        "type": "PeerLost", "message": "", "worker": 1, "process": 1, "step": 30, "peer": 0, "next_step": 30,
-    }  # fmt: skip
-    exchanges = written["exchanges"]
-    assert len(exchanges) == 64
-    assert [call["number"] for call in exchanges] == list(range(61, 125))
-    assert [(call["step"], call["index"]) for call in exchanges[-5:]] == [(29, 4), (30, 1), (30, 2), (30, 3), (30, 4)]
-    third = exchanges[-2]
-    assert (third["lost"], third["hears"], third["tells"], third["nbytes"], third["arrived"]) == (
-        BROKEN,
-        [0],
-        [0],
-        24,
-        None,
-    )
-    assert all(call["posted"] <= call["arrived"] for call in exchanges[:-4])
 
 
 def test_after_the_first_loss_no_bucket_waits_for_its_own_timeout():
@@ -282,9 +241,8 @@ def test_a_killed_process_is_named_by_all_others():
         process.kill()
 
 
-def test_an_error_names_the_step_that_ran_where_an_algorithm_mixes_by_an_earlier_ones_matrix(tmp_path, monkeypatch):
+def test_an_error_names_the_step_that_ran_where_an_algorithm_mixes_by_an_earlier_ones_matrix():
     """Gradient tracking completes the last step's `W y` first."""
-    monkeypatch.setenv("DECENTFN_FAILURES", str(tmp_path))
 
     def run(rank):
         init, step = df.gradient_tracking(loss_fn, df.sgd(0.1), df.topology("ring", 2))

@@ -91,7 +91,7 @@ class Launches:
             "WORLD_SIZE": str(n),
             "LOCAL_WORLD_SIZE": str(n),
         }
-        shared |= {"PYTHONPATH": str(ROOT), "DECENTFN_FAILURES": str(place)}
+        shared |= {"PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-W", "ignore", "-m", "tests.gpu.on_rank", job, str(place), str(SECONDS)]
         since, ranks = time.monotonic(), []
         for i in range(n):

@@ -25,7 +25,6 @@ def serve(pipe: Connection, key: str) -> None:
     for stream in (1, 2):
         os.dup2(log, stream)
     warnings.simplefilter("ignore")
-    os.environ["DECENTFN_FAILURES"] = os.environ.get("DECENTFN_FAILURES", tempfile.gettempdir())
     os.chdir(tempfile.mkdtemp())
     row = load()[key]
     for way in row.ways or ("",):

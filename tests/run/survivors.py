@@ -252,7 +252,7 @@ def _forked(function, *arguments):
 def results(folder, jobs):
     """Run these jobs, one after another, in a process of their own; return the lines of each rank of each job."""
     jobs = [DEFAULTS | job | {"folder": str(folder / str(i))} for i, job in enumerate(jobs)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "DECENTFN_FAILURES": str(folder / "failures")}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.run.survivors", json.dumps(jobs)]
     subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], check=True, timeout=1200)
     return [said(job["folder"], num_processes(job)) for job in jobs]

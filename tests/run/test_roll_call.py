@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import pytest
 
-from decentfn.elastic.roll_call import Decision, Leave, Note, Wait, act, places_of
+from decentfn.elastic.roll_call import Decision, Leave, Note, act, places_of
 
 
 class Worker(NamedTuple):
@@ -90,7 +90,7 @@ def successors(run, reaches, steps, *, waits_for_all, store_compares):
                 for is_over in (False, True)
                 for seen in ((), waiting)
             }
-            for will in wills - {Wait()}:
+            for will in wills - {None}:
                 # Only between reading notes and proposing can another worker's move matter.
                 is_proposal = isinstance(will, Decision) and run.decided[g + 1] is None
                 yield moved(run, w, proposal=will) if is_proposal else obeyed(run, w, will)

@@ -359,7 +359,7 @@ def test_an_agent_of_torchrun_is_killed_and_the_other_agents_workers_go_on(tmp_p
         torchrun = ["--nnodes", "2", "--nproc-per-node", "2", "--max-restarts", "0", "--node-rank", str(node)]
         place = ["--master-addr", "127.0.0.1", "--master-port", str(port), str(tmp_path / "rank.py"), json.dumps(spec)]
         command = [sys.executable, "-m", "torch.distributed.run", *torchrun, *place]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "DECENTFN_FAILURES": str(tmp_path)}
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = str(Path(__file__).parents[2])
         agents.append(subprocess.Popen(command, env=environment))
     try:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import decentfn as df
 from decentfn.comm.collectives import world
 from decentfn.comm.collectives.session import TAGS
-from decentfn.elastic import connections, survivable
+from decentfn.elastic import connections
 from decentfn.testing import on_ranks
 from tests.run.survivors import RATE, Fault, gradient, loss_fn, start_params
 from tests.run.test_survival import leave
@@ -85,7 +85,7 @@ def test_no_garbage_of_an_aborted_message_is_kept(blocks, monkeypatch):
     def default_group(store, rank, size, timeout, device):
         return LikeNccl(dist.ProcessGroupGloo(store, rank, size, timeout), blocks)
 
-    monkeypatch.setattr(survivable, "require_recoverable", lambda call: None)
+    monkeypatch.setattr(connections, "require_recoverable", lambda call: None)
     monkeypatch.setattr(connections, "default_group", default_group)
 
     def train(rank):

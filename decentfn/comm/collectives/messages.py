@@ -113,7 +113,7 @@ def send(here: World, call: Call, peers: Peers, x: Tensor, slots: int) -> None:
     rank = here.identity.rank
     local, first = call.local, rank * call.local
     hears, tells = peers.sources[first : first + local], peers.destinations[first : first + local]
-    call.hears, call.tells = (hears[0], tells[0]) if local == 1 else (hears, tells)
+    call.hears = hears[0] if local == 1 else hears
     call.nbytes = x.shape[-1] * x.itemsize
     call.inbox = inbox = x.new_empty((local, slots, x.shape[-1]))
     x = x if x.dim() == 3 else x[:, None].expand(-1, slots, -1)
@@ -210,9 +210,7 @@ def land(here: World, call: Call) -> bool:
     waited = time.monotonic() - since
     for counted in here.counters:
         counted.seconds_waited += waited
-    if call.lost is None:
-        call.arrived = time.time()
-    else:
+    if call.lost is not None:
         for part in call.parts:
             if part.own is not None:
                 part.tensor.copy_(part.own)

@@ -1,21 +1,14 @@
-"""Reports of lost messages: worker, step, peer and slot, the cause, and the file with the last exchanges."""
+"""Reports of lost messages: worker, step, peer and slot, and the cause."""
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 import re
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from decentfn.comm.collectives.session import Call, Lost, Note
 from decentfn.comm.collectives.world import World
 from decentfn.errors import ExchangeTimeout, PeerLost, RunError, StepMismatch
-
-FOLDER = "DECENTFN_FAILURES"
-"""Environment variable that names the folder for the last exchanges of a failed rank."""
 
 _PATIENCE_S = 3.0
 """Time that a rank with a failed message gives the others to fail, too, and to post their notes."""
@@ -59,8 +52,7 @@ def report(here: World, lost: Lost, next_step: int | None = None) -> RunError:
         said += f" The state that was passed is whole, that of t={next_step}, which the step {has}."
     if here.loss_is_final:
         said += " No further step is taken: start the run again, on all processes."
-    path = _written(here, error)
-    error.args = (said if path is None else f"{said} The last exchanges: {path}",)
+    error.args = (said,)
     return error
 
 
@@ -174,24 +166,3 @@ def _name(call: Call, rank: int) -> str:
     if call.local == 1:
         return f"worker {rank}"
     return f"process {rank} (workers {rank * call.local} to {(rank + 1) * call.local - 1})"
-
-
-def _written(here: World, error: RunError) -> Path | None:
-    """Write the last exchanges of this rank to a file; return its path, or None if it cannot be written."""
-    kept = {name: getattr(error, name) for name in ("worker", "process", "step", "peer", "next_step")}
-    content = {
-        "error": {"type": type(error).__name__, "message": str(error), **kept},
-        "host": platform.node(),
-        "time": time.time(),
-        "exchanges": [call.as_dict() for call in here.session.record],
-    }
-    try:
-        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        folder = Path(os.environ.get(FOLDER) or Path(cache, "decentfn", "failures"))
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-process{here.rank}-{os.getpid()}.json"
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w") as file:
-            json.dump(content, file, indent=1, allow_nan=False)
-    except (OSError, RuntimeError):  # no space, no permission, no home directory
-        return None
-    return path

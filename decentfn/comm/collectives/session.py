@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,9 +26,6 @@ _EVERY = 256
 
 _KEPT = 64 * _EVERY
 """Number of calls for which a comparison is kept; no rank is that far behind."""
-
-_RECORDED = 64
-"""Number of a rank's last calls that a failure report contains."""
 
 
 class Part(NamedTuple):
@@ -61,10 +57,7 @@ class Call:
     """Tag of its messages."""
     hears: Any = ()
     """Sender in each slot, -1 for none, one row per local worker. In a mean: the ranks of the group."""
-    tells: Any = ()
     nbytes: int = 0
-    posted: float = field(default_factory=time.time)
-    arrived: float | None = None
     lost: str | None = None
     """Reason that it never arrived."""
     inbox: Any = None
@@ -72,11 +65,6 @@ class Call:
     parts: Sequence[Part] = ()
     works: list[Any] = field(default_factory=list)
     """The backend's works, one per part or one for all."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields for JSON."""
-        names = ("number", "step", "index", "what", "hears", "tells", "nbytes", "posted", "arrived", "lost")
-        return {name: getattr(self, name) for name in names}
 
 
 class Lost(NamedTuple):
@@ -115,7 +103,6 @@ class Session:
         self.calls = 0
         self.in_flight: dict[int, Call] = {}
         """Calls without a wait so far, by number."""
-        self.record: deque[Call] = deque(maxlen=_RECORDED)
         self.is_running = False
         """True while a step runs; a loss is raised at its end."""
         self.rounds: dict[tuple[int, int], Any] = {}
@@ -178,7 +165,6 @@ class Session:
         self.calls = calls = self.calls + 1
         step = self.at if self.is_running else t
         call = Call(what, calls, step, calls - self.before, local, tag=step % TAGS + self._first_tag)
-        self.record.append(call)
         is_compared = calls % _EVERY == 0 or calls & (calls - 1) == 0
         return call, self.board.other(calls, step) if is_compared else None
 
