@@ -68,7 +68,7 @@ def resting(schedules: Sequence[Topology], t: int) -> tuple[Topology, ...]:
     """Return the schedules of step t, of which `rests` is then True, if none of them has a round in it."""
     here = context.step_world or world()
     for one in schedules:
-        if here.schedule(one).round(t).is_active:
+        if here.schedule(one).is_active(t):
             return ()
     return tuple(schedules)
 
