@@ -339,13 +339,17 @@ def _switch(
     tables = [part.groups for part in parts if part.groups is not None]
     groupings = torch.cat([*tables, torch.arange(n)[None]]).unique(dim=0) if tables else None
 
+    def turn_of(t: int) -> tuple[Topology, int]:
+        part, step = turn(t)
+        return parts[part], step
+
     def round_of(t: Tensor) -> Round:
-        part, step = turn(int(t))
-        return padded(parts[part].round(step), slots, has_groups=groupings is not None)
+        part, step = turn_of(int(t))
+        return padded(part.round(step), slots, has_groups=groupings is not None)
 
     periods = [part.period for part in parts]
     period = None if None in periods else period_of([period for period in periods if period is not None])
-    return from_rounds(
+    made = from_rounds(
         name,
         n,
         round_of,
@@ -354,6 +358,8 @@ def _switch(
         needs_push_sum=any(part.needs_push_sum for part in parts),
         start=0 if period is None else start_of([part.start for part in parts]),
     )
+    object.__setattr__(made, "turn", turn_of)
+    return made
 
 
 def padded(this: Round, slots: int, *, has_groups: bool) -> Round:

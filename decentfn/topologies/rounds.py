@@ -92,6 +92,8 @@ class Topology:
     """Constructor for another number of workers, with the same options; None if there is none, as for own matrices."""
     made_from: partial[Topology] | None = field(init=False, default=None)
     """Call that combined it from other topologies; None if it is no combination."""
+    turn: Callable[[int], tuple[Topology, int]] | None = field(init=False, default=None)
+    """Of a schedule that takes turns: the part of which step t is a round, and that round's number."""
     suits: Callable[[Topology], object] | None = field(init=False, default=None)
     """Raises ValueError for a schedule that this one's algorithm would refuse in its place; None: there is no algorithm."""
     without: ClassVar[Callable[[Topology, Collection[int]], Resized]]
@@ -140,6 +142,13 @@ class Topology:
     def round(self, t: int | Tensor) -> Round:
         """Return the round of step `t`."""
         return self._rounds(int(t) if self.draw else int(t) % len(self.sources))
+
+    def is_active(self, t: int) -> bool:
+        """Return False if step `t` is idle; the rounds of a combination are not computed for it."""
+        one = self
+        while one.turn is not None:
+            one, t = one.turn(t)
+        return one.round(t).is_active
 
     def peers(self, t: int | Tensor) -> Peers:
         """Return the peers of step `t` as Python integers."""
@@ -202,6 +211,7 @@ def demanding(topology: Topology, suits: Callable[[Topology], object]) -> Topolo
     """Return a copy that only schedules for which `suits` raises no ValueError may replace, as after a loss."""
     made = copy.copy(topology)
     object.__setattr__(made, "suits", suits)
+    object.__setattr__(made, "turn", topology.turn)
     return made
 
 

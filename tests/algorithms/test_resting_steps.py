@@ -152,6 +152,17 @@ def test_a_step_without_a_round_costs_a_step_and_leaves_the_memory_of_the_outer_
         assert traffic.nbytes <= 1.05 * bytes_of_a_plain_step(mode)
 
 
+@pytest.mark.parametrize("name", LOOPS)
+def test_no_round_is_computed_to_learn_that_nothing_is_due(name):
+    """Streaming methods have two schedules for each fragment, and a round takes the host a while."""
+    init, step = LOOPS[name](N, inner_steps=5_000)
+    state, step = df.stack(init(params()), N), df.simulate(step, N)
+    state, _ = step(state, batches(N, 1)[0], 0)
+    before = [one._rounds.cache_info().misses for one in step.schedules]
+    step(state, batches(N, 1)[0], 1)
+    assert [one._rounds.cache_info().misses for one in step.schedules] == before
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", METHODS)
 def test_a_thousand_steps_are_two_graphs(name):

@@ -200,6 +200,17 @@ def test_paused_rests_where_the_other_one_is_active(part, H, t):
     assert made.round(t).is_active == (t % H != 0 and part.round(t).is_active)
 
 
+@given(part=parts, H=hours, steps=hours, t=some_steps)
+def test_whether_a_step_is_idle_is_known_as_its_round_says_it(part, H, steps, t):
+    for made in (
+        later(steps, every(H, part)),
+        alternate(every(H, part), later(steps, part)),
+        paused(part, every(H, complete(N))),
+        copy.copy(later(steps, every(H, part))),
+    ):
+        assert made.is_active(t) == made.round(t).is_active
+
+
 @pytest.mark.parametrize("n", [1, 4])
 def test_which_rounds_are_active_is_declared_and_not_seen_from_the_weights(n):
     """One worker alone mixes with nobody, but its outer updates take place all the same."""

@@ -90,7 +90,7 @@ def resting(schedules: Sequence[Topology], t: Tensor, number: int) -> tuple[Topo
         topology = here.schedule(one)
         if here.session.is_running:
             here.session.rounds[id(one.handle), id(t)] = Found(topology, number, (one.handle, t))
-        is_active = is_active or topology.round(number).is_active
+        is_active = is_active or topology.is_active(number)
     return () if is_active else tuple(schedules)
 
 
