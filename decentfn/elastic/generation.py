@@ -243,8 +243,7 @@ def generation_of(here: World) -> Generation:
 
 def awaited_run(here: World) -> Store | None:
     """Return the store of the run that this process waits to join (`df.init(join=True)`)."""
-    waiting = [hook.run for hook in here.hooks if isinstance(hook, Generation) and not hook.members.seats]
-    return waiting[0] if waiting else None
+    return next((hook.run for hook in here.hooks if isinstance(hook, Generation) and not hook.members.seats), None)
 
 
 class _Reconnected(Channels):

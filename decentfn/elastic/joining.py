@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 import decentfn
 from decentfn.comm.collectives import Channels, World
+from decentfn.comm.fingerprint import as_bytes
 from decentfn.core import trees
 from decentfn.core.formatting import brief_error
 from decentfn.elastic.generation import Generation, Members, generation_of
@@ -126,10 +127,9 @@ def waiting(here: World, run: Store, liveness: Liveness) -> list[int]:
     liveness.learn(seats)
     found: list[int] = []
     for seat in seats:
-        size = here.size + len(found) + 1
         if not liveness.reaches(seat):
             _refuse(run, seat, "the run's workers do not reach this process.")
-        elif not generation.has_schedules(size):
+        elif not generation.has_schedules(size := here.size + len(found) + 1):
             _refuse(run, seat, f"the run's steps were compiled for schedules that cannot have {size} workers.")
         else:
             found.append(seat)
@@ -153,10 +153,7 @@ def hand_over(here: World, state: Any, newcomers: Sequence[int]) -> Any:
     group, timeout = here.channels.group, here.channels.longest_wait
     own, seats = generation_of(here).seat, generation_of(here).members.seats
     if own == seats[0]:
-        leaves = [
-            leaf.detach().contiguous() for leaf in trees.leaves(state) if isinstance(leaf, Tensor) and leaf.numel()
-        ]
-        sent = [leaf.reshape(-1).view(torch.uint8) for leaf in leaves]
+        sent = [as_bytes(leaf) for leaf in trees.leaves(state) if isinstance(leaf, Tensor) and leaf.numel()]
         for work in [group.send([x], seats.index(seat), 0) for x in sent for seat in newcomers]:
             work.wait(timeout)
     if own not in newcomers:

@@ -15,7 +15,6 @@ from typing import Literal
 from torch.distributed.distributed_c10d import Store
 
 _PATIENCE_S = 0.3
-_LINE = 512
 
 
 class Liveness:
@@ -24,7 +23,7 @@ class Liveness:
     def __init__(self, store: Store, seat: int) -> None:
         ip6 = socket.has_dualstack_ipv6()
         self._port = socket.create_server(
-            ("", 0), family=socket.AF_INET6 if ip6 else socket.AF_INET, backlog=_LINE, dualstack_ipv6=ip6
+            ("", 0), family=socket.AF_INET6 if ip6 else socket.AF_INET, backlog=512, dualstack_ipv6=ip6
         )
         self._port.setblocking(False)
         weakref.finalize(self, self._port.close)

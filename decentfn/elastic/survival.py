@@ -7,10 +7,11 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -213,16 +214,13 @@ class _Survivor:
             return False
         self._looked = now
         self._liveness.clear()
-        try:
+        with suppress(RuntimeError):  # the store has ended, which matters after a loss only
             return here.rank == 0 and bool(joining.waiting(here, self._store, self._liveness))
-        except RuntimeError:  # the store has ended, which matters after a loss only
-            return False
+        return False
 
     def enter(self, here: World, state: Any) -> tuple[Any, int]:
         """Wait until the run admits this process; return its state and the step to begin with."""
-        run = awaited_run(here)
-        assert run is not None
-        self._store = run
+        self._store = run = cast(Store, awaited_run(here))
         try:
             joining.require_same(here, run, state)
             while True:
@@ -275,9 +273,9 @@ class _Survivor:
                 _log.info("survive: %s", brief_error(another))
         members = generation_of(here).members
         _log.warning(
-            "survive: %s; %d workers continue with step t=%d after %.2f s (generation %d%s)",
-            _change(before, members.seats),
-            len(members.seats),
+            "survive: of workers %s, %s continue with step t=%d after %.2f s (generation %d%s)",
+            list(before),
+            list(members.seats),
             todo[0].t,
             time.monotonic() - since,
             members.changes,
@@ -301,9 +299,8 @@ class _Survivor:
         (_, seats, _), seat, liveness = generation_of(here).members, generation_of(here).seat, self._liveness
         try:
             reached = tuple(other for other in seats if other == seat or liveness.ring(other) == "answers")
-            mine = Note(seat, t, reached, repeats)
-            newcomers = partial(joining.waiting, here, self._store, liveness)
-            decision = hold(mine, seats, generation_of(here).roll, liveness, newcomers, self._patience)
+            mine, waiting = Note(seat, t, reached, repeats), partial(joining.waiting, here, self._store, liveness)
+            decision = hold(mine, seats, generation_of(here).roll, liveness, waiting, self._patience)
         except RuntimeError as lost:
             raise PeerLost(
                 f"survive: worker {seat} has lost others in step t={t}, and the store does not answer: "
@@ -320,13 +317,6 @@ class _Survivor:
                 step=t,
             ) from error
         return decision
-
-
-def _change(before: Sequence[int], after: Sequence[int]) -> str:
-    """Describe who was lost and who has joined."""
-    lost, new = ([str(seat) for seat in a if seat not in b] for a, b in ((before, after), (after, before)))
-    parts = [f"{word} worker {', '.join(seats)}" for word, seats in (("without", lost), ("with", new)) if seats]
-    return " and ".join(parts) or "the same workers"
 
 
 def _kept(state: Any) -> Any:
