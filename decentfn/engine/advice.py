@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -77,9 +76,10 @@ def _raise_own(step: Step, state: Any, batch: PyTree) -> None:
         def gradient(x: list[Tensor], buffers: PyTree, batch: PyTree) -> tuple[Tensor, ...]:
             return evaluate(loss_fn, Buckets(x, plan), buffers, batch, t).grads.tensors
 
-        simulated = step.had("simulate")
-        if simulated is not None and simulated.size is not None:
-            gradient = partial(over_workers, gradient, simulated.size)
-        gradient(*trees.cloned((list(state.params), state.buffers, batch)))
+        given, simulated = trees.cloned((list(state.params), state.buffers, batch)), step.had("simulate")
+        if simulated is None or simulated.size is None:
+            gradient(*given)
+        else:
+            over_workers(gradient, simulated.size, *given)
     except Exception as own:
         raise own from None

@@ -103,7 +103,7 @@ def _begun(here: World, what: str, x: Tensor, processes: int | None = None) -> I
             yield outside
         return
     try:
-        if (other := session.board.other_in_group(group, ranks, [session.at, x.nbytes], x, True)) is not None:
+        if (other := session.board.other_in_group(group, ranks, [session.at, x.nbytes], x)) is not None:
             rank, t, nbytes = other
             raise StepMismatch(
                 f"{what}: process {every.rank} is at t={session.at} with {x.nbytes:,} bytes, process {rank} at t={t} with "

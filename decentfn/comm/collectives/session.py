@@ -1,4 +1,13 @@
-"""Session: the steps of this process with the same others, and what they compare on a board in the store."""
+"""Session: the steps of this process with the same others, and what they compare on a board in the store.
+
+The ranks compare `t` in four ways, each for what the others do not see:
+
+* A message's tag: gloo never takes a message of another step for this one's, at no cost.
+* The board: sums, and NCCL's messages, have no tag. No rank waits for another, and the rank that differs is named.
+* An allgather before what a worker's processes compute together (`Board.other_in_group`): they wait for one another
+  anyway, and all of them raise.
+* The header of a call outside steps (`outside`), with its name and size.
+"""
 
 from __future__ import annotations
 
@@ -195,11 +204,9 @@ class Board:
         rank, other = map(int, first.split())
         return None if other == step else (rank, other)
 
-    def other_in_group(
-        self, group: Any, ranks: Sequence[int], numbers: list[int], x: Tensor, in_step: bool
-    ) -> list[int] | None:
+    def other_in_group(self, group: Any, ranks: Sequence[int], numbers: list[int], x: Tensor) -> list[int] | None:
         """Wait for all ranks of a group; return one whose numbers differ, and its numbers (`_is_compared`)."""
-        if not self._is_compared(group, x, in_step):
+        if not self._is_compared(group, x, in_step=True):
             return None
         mine = torch.tensor(numbers)
         heard = mine.new_empty(len(ranks), len(numbers))
