@@ -88,9 +88,9 @@ class Config:
     """Workers in this process; 0 is one, without the simulator."""
     processes_per_worker: int = 1
     """Number of processes that share a worker's parameters."""
-    inside: Literal["sharded", "replicated", "tensor"] = "sharded"
-    """By PyTorch's fully_shard, or gathered unsharded in every step, with a batch per process; or by
-    parallelize_module, each process a part of the feed-forward layers, with one batch."""
+    inside: Literal["sharded", "tensor"] = "sharded"
+    """By PyTorch's fully_shard, with a batch per process; or by parallelize_module, each process a part of the
+    feed-forward layers, with one batch."""
     loader_workers: int = 0
     """Processes that read ahead, for each process that trains."""
     log_every: int = 20
@@ -280,11 +280,10 @@ def train(config: Config, until_the_end: ExitStack) -> dict[str, Any]:
 
     model.to(device)
     num_parameters = sum(p.numel() for p in model.parameters())
-    is_sharded = world.mesh is not None and config.inside != "replicated"
-    if world.mesh and is_sharded:
+    if world.mesh is not None:
         share_inside(config, model, world.mesh["shard"])
     params, buffers, loss_fn = df.functional(model, forward=forward)
-    loss_fn = df.autograd(loss_fn) if is_sharded else loss_fn
+    loss_fn = df.autograd(loss_fn) if world.mesh is not None else loss_fn
     topology = make_topology(config, num_workers, local)
     init, decent_step = algorithm = make_algorithm(config, loss_fn, topology)
     state = init(params, buffers)

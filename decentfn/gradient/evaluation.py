@@ -13,7 +13,7 @@ from torch.profiler import record_function
 
 from decentfn.comm import collectives
 from decentfn.core import trees
-from decentfn.core.buckets import Buckets, Places, each, mean_of_processes, mean_within_worker, unsharded
+from decentfn.core.buckets import Buckets, Places, each, mean_of_processes, mean_within_worker
 from decentfn.core.context import context
 from decentfn.core.formatting import brief
 from decentfn.core.stacking import in_chunks, refuse_random
@@ -33,8 +33,6 @@ class WithinWorker(NamedTuple):
     """Sharing of a worker's parameters between its processes."""
 
     processes: int = 1
-    is_replicated: bool = False
-    """True if a process is given unsharded leaves and holds its shards of them."""
     tp_size: int = 1
     """Size of a tensor-parallel group: consecutive processes that compute one batch together."""
     common: frozenset[str] = frozenset()
@@ -44,13 +42,16 @@ class WithinWorker(NamedTuple):
 
 
 def within_worker_of(loss_fn: LossFn) -> WithinWorker:
-    """Return how a worker's processes share the parameters; a sharded module needs `df.autograd`, else ValueError."""
+    """Return how a worker's processes share the parameters; several need a sharded module and `df.autograd`, else ValueError."""
     size = collectives.processes_per_worker()
     if size == 1:
         return WithinWorker()
     inner, around = unwrapped(loss_fn)
     if not isinstance(inner, ShardedLoss):
-        return WithinWorker(size, is_replicated=True)
+        raise ValueError(
+            f"loss_fn={brief(inner)}: a worker is {size} processes, and PyTorch shards a module over them: fully_shard(module, "
+            'mesh=world.mesh["shard"]), then df.functional(module, ...) and df.autograd(loss_fn) (docs/large_models.md).'
+        )
     if ByAutograd not in around:
         raise ValueError(
             f"loss_fn={brief(inner)}: the gradient of a sharded module is PyTorch's own; write df.autograd(loss_fn)."
@@ -128,7 +129,7 @@ def evaluate(
     plan = params.plan
     if plan.processes == 1:
         return _evaluate(loss_fn, params, buffers, batch, t, scale)
-    e = _evaluate(loss_fn, unsharded(params), buffers, batch, t, scale)
+    e = _evaluate(loss_fn, params, buffers, batch, t, scale)
     used = e.used
     if used is not None:  # by any process
         counts = mean_of_processes(each(lambda flag: flag.to(torch.float32), used), plan)

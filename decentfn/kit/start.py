@@ -12,7 +12,7 @@ from decentfn import sharded
 from decentfn.comm import collectives
 from decentfn.comm.fingerprint import agree, compare, digest, fingerprint
 from decentfn.core import trees
-from decentfn.core.buckets import Buckets, Mask, Plan, flatten, part_of, part_shape
+from decentfn.core.buckets import Buckets, Plan, flatten
 from decentfn.core.trees import PyTree
 from decentfn.gradient import WithinWorker
 from decentfn.kit.options import require_narrower
@@ -38,7 +38,7 @@ def lay_out(
     masks = masks_of(*optimizers)
     try:
         _require_as_built(within_worker)
-        x = _in_buckets(params, bucket_mb, masks, within_worker)
+        x = flatten(params, bucket_mb=bucket_mb, masks=masks, **within_worker._asdict())
         for optimizer in optimizers:
             require_descent(optimizer, x.plan)
         require_narrower(wire_dtype, x)
@@ -48,8 +48,8 @@ def lay_out(
         agree([f"{type(error).__name__}: {error}"])  # otherwise ranks without an error would wait for this one
         raise
     agree(fingerprint(x.plan, topologies[0], device, masks), x.plan.describe())
-    if within_worker.processes > 1:
-        _require_equal_within_worker(params, within_worker)
+    if within_worker.tp_size > 1:
+        _require_equal_in_groups(params, within_worker)
         sharded.make_tp_groups(within_worker.tp_size)
     for topology in topologies:
         if topology.groups is not None:
@@ -58,20 +58,6 @@ def lay_out(
     if collectives.everyone().rank == 0 and _log.isEnabledFor(logging.INFO):
         _say(x.plan, topologies[0])
     return x
-
-
-def _in_buckets(params: PyTree, bucket_mb: float, masks: Sequence[Mask], within_worker: WithinWorker) -> Buckets:
-    process, size = collectives.everyone().process, within_worker.processes
-    if not within_worker.is_replicated:
-        tp_size, common, places = within_worker[2:]
-        return flatten(
-            params, bucket_mb=bucket_mb, masks=masks, processes=size, tp_size=tp_size, places=places, common=common
-        )
-
-    def of_part(mask: Mask) -> Mask:  # a transform evaluates the mask on the parts
-        return lambda name, shape: mask(name, part_shape(shape, process, size))
-
-    return part_of(flatten(params, bucket_mb=bucket_mb, masks=[of_part(mask) for mask in masks]), process, size)
 
 
 def _require_one_device(x: Buckets) -> torch.device:
@@ -95,16 +81,12 @@ def _require_as_built(within_worker: WithinWorker) -> None:
         )
 
 
-def _require_equal_within_worker(params: PyTree, within_worker: WithinWorker) -> None:
-    """Raise on every rank unless replicated leaves are equal within each tensor-parallel group or worker."""
-    lines = [
-        f"{name} with digest {digest(leaf)}"
-        for name, leaf in trees.named_leaves(params)
-        if within_worker.is_replicated or name in within_worker.common
-    ]
+def _require_equal_in_groups(params: PyTree, within_worker: WithinWorker) -> None:
+    """Raise on every rank unless the leaves that all processes of a tensor-parallel group hold are equal in each."""
+    named = [(name, leaf) for name, leaf in trees.named_leaves(params) if name in within_worker.common]
+    lines = [f"{name} with digest {digest(leaf)}" for name, leaf in named]
     rule = "the processes of a worker start equal: make them after torch.manual_seed(0) on each"
-    tp_size = within_worker.processes if within_worker.is_replicated else within_worker.tp_size
-    compare("init(params)", [], rule, of_tp_group=lines, tp_size=tp_size)
+    compare("init(params)", [], rule, of_tp_group=lines, tp_size=within_worker.tp_size)
 
 
 def _say(plan: Plan, topology: Topology) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from decentfn.core import trees
-from decentfn.core.buckets import Buckets, without_values
+from decentfn.core.buckets import Buckets
 from decentfn.core.formatting import brief
 from decentfn.core.scalars import as_step
 from decentfn.core.trees import PyTree
@@ -65,8 +65,8 @@ class StateCheck:
                 f"{CALL}: the state is another algorithm's, whose workers may differ, and this one never makes them equal; start from "
                 "their mean, init(df.consensus_mean(state))."
             )
-        require_inputs(CALL, self._loss_fn, without_values(x).tree(), state.buffers)
-        begin(CALL, self._loss_fn, x.tree() if x.plan.unsharded is None else {}, state.buffers, as_step(t))
+        require_inputs(CALL, self._loss_fn, x.plan.without_values().tree(), state.buffers)
+        begin(CALL, self._loss_fn, x.tree(), state.buffers, as_step(t))
         require_batch(self._loss_fn, batch)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from decentfn.comm.collectives import World, everyone, met, named_outside, world
-from decentfn.core.buckets import rows_of
 from decentfn.core.scalars import operator
 from decentfn.errors import RunError, StepMismatch
-from decentfn.torch_private import distributed, inductor
-from decentfn.torch_private.functorch import with_workers_first
+from decentfn.torch_private import inductor
 
 _ops = torch.ops.decentfn
 
@@ -26,43 +24,6 @@ def _sum_within_worker(x: Tensor, processes: int, after: Tensor | None) -> Tenso
         with _begun(here, "a sum over a worker's processes", total, processes) as group:
             group.allreduce([total]).wait()
     return total
-
-
-def _gather_within_worker(x: Tensor, rows: Sequence[int], widths: Sequence[int], after: Tensor | None) -> Tensor:
-    here = _several()
-    sizes = _sizes(rows, widths, here.processes_per_worker)
-    longest = max(map(sum, sizes))
-    parts = x.new_empty((len(sizes), *x.shape[:-1], longest))
-    own = x.contiguous()
-    if x.shape[-1] < longest:
-        own = x.new_zeros((*x.shape[:-1], longest))
-        own[..., : x.shape[-1]] = x
-    if longest:
-        with _begun(here, "gathering a worker's parameters", parts) as group:
-            distributed.gather_into(group, parts, own)
-    if len(rows) == 1 and x.dim() == 1:  # no reordering needed: only the last part that is not empty may be short
-        return parts.view(-1)[: rows[0] * widths[0]]
-    of_each = [part[..., : sum(its)].split(its, dim=-1) for part, its in zip(parts, sizes, strict=True)]
-    return torch.cat([piece for of_leaf in zip(*of_each, strict=True) for piece in of_leaf], dim=-1)
-
-
-def _scatter_within_worker(
-    x: Tensor, rows: Sequence[int], widths: Sequence[int], numel: int, after: Tensor | None
-) -> Tensor:
-    here = _several()
-    sizes = _sizes(rows, widths, here.processes_per_worker)
-    longest = max(map(sum, sizes))
-    parts = x.new_zeros((len(sizes), *x.shape[:-1], longest))
-    pieces = iter(x.split([size for of_leaf in zip(*sizes, strict=True) for size in of_leaf], dim=-1))
-    of_leaves = [[next(pieces) for _ in sizes] for _ in rows]
-    for part, its, of_one in zip(parts, sizes, zip(*of_leaves, strict=True), strict=True):
-        part[..., : sum(its)] = torch.cat(of_one, dim=-1)
-    parts /= len(sizes)
-    mean = torch.empty_like(parts[0])
-    if longest:
-        with _begun(here, "averaging a worker's gradients", parts) as group:
-            distributed.reduce_scatter_into(group, mean, parts)
-    return mean if numel == longest else mean[..., :numel].clone(memory_format=torch.contiguous_format)
 
 
 def _tp_group(here: World, size: int) -> Any:
@@ -79,17 +40,6 @@ def make_tp_groups(size: int) -> None:
     whole = everyone()
     if size < whole.processes_per_worker:
         whole.channels.make_subgroups([tuple(range(i, i + size)) for i in range(0, whole.size, size)])
-
-
-def _several() -> World:
-    """Return the world, or raise if the state was made for workers of several processes and a worker is now one."""
-    here = world()
-    if here.channels.intra_worker is None:
-        raise ValueError(
-            "a state of workers of several processes, but a worker is one process now; call df.init(processes_per_worker=...) "
-            "as when the state was made."
-        )
-    return here
 
 
 @contextmanager
@@ -119,36 +69,10 @@ def _begun(here: World, what: str, x: Tensor, processes: int | None = None) -> I
         raise named_outside(here, what, error, listens=False) from error
 
 
-def _sizes(rows: Sequence[int], widths: Sequence[int], processes: int) -> list[list[int]]:
-    return [
-        [len(rows_of(process, processes, r)) * w for r, w in zip(rows, widths, strict=True)]
-        for process in range(processes)
-    ]
-
-
 operator(
     "sum_within_worker(Tensor x, int processes, Tensor? after) -> Tensor",
     _sum_within_worker,
     lambda x, processes, after: torch.empty_like(x),
     lambda info, in_dims, x, *others: (_ops.sum_within_worker(x, *others), in_dims[0]),
 )
-operator(
-    "gather_within_worker(Tensor x, int[] rows, int[] widths, Tensor? after) -> Tensor",
-    _gather_within_worker,
-    lambda x, rows, widths, after: x.new_empty((*x.shape[:-1], sum(r * w for r, w in zip(rows, widths, strict=True)))),
-    lambda info, in_dims, x, *others: (
-        _ops.gather_within_worker(with_workers_first(x, in_dims[0], info.batch_size), *others),
-        0,
-    ),
-)
-operator(
-    "scatter_within_worker(Tensor x, int[] rows, int[] widths, int numel, Tensor? after) -> Tensor",
-    _scatter_within_worker,
-    lambda x, rows, widths, numel, after: x.new_empty((*x.shape[:-1], numel)),
-    lambda info, in_dims, x, *others: (
-        _ops.scatter_within_worker(with_workers_first(x, in_dims[0], info.batch_size), *others),
-        0,
-    ),
-)
-for _name in ("sum_within_worker", "gather_within_worker", "scatter_within_worker"):
-    inductor.keep_in_order(_name)
+inductor.keep_in_order("sum_within_worker")

@@ -15,7 +15,7 @@ from torch import Tensor
 from decentfn.comm import collectives
 from decentfn.comm.fingerprint import compare, digest, require_equal, require_equal_rows
 from decentfn.core import trees
-from decentfn.core.buckets import Buckets, Plan, counted_once, part_of, sum_within_worker, unsharded, without_values
+from decentfn.core.buckets import Buckets, Plan, counted_once, sum_within_worker
 from decentfn.core.numbers import checks_numbers, require
 from decentfn.core.stacking import over_workers
 from decentfn.core.trees import PyTree
@@ -28,10 +28,9 @@ def params(state: Any) -> PyTree:
     """Return copies of the parameters to evaluate, as the tree given to `init`; `[N, ...]` if stacked.
 
     Schedule-free optimizers train at others, `state.params`, which workers mix; `with_params` takes those to evaluate.
-    For a sharded module they are this process's shards; `df.state_dict(module, state)` gathers them. If a worker is
-    several processes and the loss takes unsharded parameters, they are gathered (collective).
+    For a sharded module they are this process's shards; `df.state_dict(module, state)` gathers them.
     """
-    return trees.map(torch.clone, unsharded(to_evaluate(state)).tree())
+    return trees.map(torch.clone, to_evaluate(state).tree())
 
 
 def buffers(state: Any) -> PyTree:
@@ -56,7 +55,10 @@ def with_params(state: Any, params: PyTree) -> Any:
             unequal parameters if the algorithm needs equal starts (`all_reduce`, `demo`, ...).
     """
     x = _buckets(state)
-    expected = [(name, leaf.shape, leaf.dtype) for name, leaf in trees.named_leaves(without_values(x).tree())]
+    expected = [
+        (name, leaf.shape, leaf.dtype)
+        for name, leaf in trees.named_leaves(x.plan.without_values(x[0].shape[:-1]).tree())
+    ]
     given = [(name, leaf.shape, leaf.dtype) for name, leaf in trees.named_leaves(params)]
     for want, got in itertools.zip_longest(expected, given):
         if want != got:
@@ -68,10 +70,7 @@ def with_params(state: Any, params: PyTree) -> Any:
         require_equal("with_params(state, params)", {"params": params})
         if is_stacked(state):
             require_equal_rows("with_params(state, params)", {"params": params})
-    plan = x.plan.unsharded or x.plan
-    new = Buckets(plan.lay_out(params, workers=tuple(x[0].shape[:-1])), plan)
-    if x.plan.unsharded is not None:
-        new = Buckets(part_of(new, collectives.everyone().process, x.plan.processes), x.plan)
+    new = x.plan.lay_out(params, workers=tuple(x[0].shape[:-1]))
     new = Buckets([new.to(old.device) for new, old in zip(new, x, strict=True)], x.plan)
     new = to_evaluate(state._replace(params=new), back=True)
 
@@ -108,11 +107,10 @@ def is_stacked(state: Any) -> bool:
 
 
 def require_sharded_alike(call: str, plan: Plan, *, is_sharded: bool) -> None:
-    """Raise ValueError if the state is of a plain module and the argument of a sharded one, or vice versa."""
-    if plan.is_sharded and not is_sharded or plan.unsharded is not None and is_sharded:
-        kinds = ("plain", "sharded") if is_sharded else ("sharded", "plain")
+    """Raise ValueError if the state is of a sharded module and the argument of a plain one."""
+    if plan.is_sharded and not is_sharded:
         raise ValueError(
-            f"{call}: the state is of a {kinds[0]} module, and this is of a {kinds[1]} one; pass the module that "
+            f"{call}: the state is of a sharded module, and this is of a plain one; pass the module that "
             "df.functional was given, or what df.functional(module, criterion) or df.functional(module, forward=...) "
             "has made of it."
         )
@@ -123,7 +121,7 @@ def consensus_mean(state: Any) -> PyTree:
     """Return the workers' mean of the parameters as the user's tree; copies, the same on every rank. Collective."""
     _buckets(state)  # of one run
     x = to_evaluate(state)
-    return trees.map(torch.clone, unsharded(Buckets([_mean(bucket) for bucket in x], x.plan)).tree())
+    return trees.map(torch.clone, Buckets([_mean(bucket) for bucket in x], x.plan).tree())
 
 
 @collectives.calling("df.consensus_buffers(state)", of_state=True)

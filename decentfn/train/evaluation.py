@@ -16,7 +16,7 @@ from decentfn import sharded
 from decentfn.comm import collectives
 from decentfn.comm.fingerprint import digest
 from decentfn.core import trees
-from decentfn.core.buckets import Plan, sum_within_worker, unsharded
+from decentfn.core.buckets import Plan, sum_within_worker
 from decentfn.core.context import context
 from decentfn.core.formatting import brief
 from decentfn.core.trees import PyTree
@@ -86,7 +86,7 @@ def evaluate_replicas(
         replicas = [worker((to_evaluate(state), state.buffers), i) for i in range(state.params[0].shape[0])]
     else:
         replicas = [trees.map(torch.clone, (to_evaluate(state), state.buffers))]
-    own = [(unsharded(x).tree(), buffers) for x, buffers in replicas]
+    own = [(x.tree(), buffers) for x, buffers in replicas]
     everyone = _of_workers("evaluate_replicas", metric, own, batches, samples, state.params.plan)
     none = (float("nan"), 1)
     ratios = {name: [of.get(name, none) for of in everyone] for name in _added(everyone)}

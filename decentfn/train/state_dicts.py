@@ -85,7 +85,7 @@ def load_state_dict(module: nn.Module, state: State, state_dict: Mapping[str, An
             Values of `get_extra_state` are then ignored.
 
     Raises:
-        ValueError: a stacked state; names with a wrapper's prefix; a sharded module with a state of a plain one, or vice versa.
+        ValueError: a stacked state; names with a wrapper's prefix; a plain module with a state of a sharded one.
         RuntimeError: PyTorch's, if names or shapes do not fit; on every process of the worker.
     """
     if is_stacked(state):
@@ -100,10 +100,6 @@ def load_state_dict(module: nn.Module, state: State, state_dict: Mapping[str, An
     tensors = _named("load_state_dict(module, state, state_dict)", module, x, b)
     if is_sharded:
         tensors |= _shards(module, state_dict)
-    elif state.params.plan.unsharded is not None:
-        has_it = _on_process_0(_load, module, tensors, state_dict)
-        parts = sharded.sharded((x, x if has_it else None) for x in tensors.values())
-        tensors = dict(zip(tensors, parts, strict=True))
     else:
         _load(module, tensors, state_dict)
     new = with_params(state, {name: tensors[name] for name in x})

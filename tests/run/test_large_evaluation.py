@@ -104,15 +104,14 @@ def test_a_process_that_fails_in_an_evaluation_keeps_nobody_waiting(four):
         assert "no such file" in said["data"]
 
 
-def loads(kind):
+def loads():
     """Worker i gets i + 1 times the numbers of the first network, from its process 0 alone."""
     with workers() as world:
-        module, _, algorithm, state = started(world, kind)
+        module, _, algorithm, state = started(world)
         state, _ = algorithm.step(state, batch(world.worker, world.process, 0), 0)
         before = [sharded.local(p).clone() for p in module.parameters()]
         given = {name: (world.worker + 1) * x for name, x in Network().state_dict().items()}
-        unused = {} if kind == "sharded" else {name: x + 5 for name, x in given.items()}
-        new = df.load_state_dict(module, state, unused if world.process else given)
+        new = df.load_state_dict(module, state, {} if world.process else given)
         for name, x in df.state_dict(module, new).items():
             assert torch.equal(x, given[name]), name
         assert all(map(torch.equal, before, map(sharded.local, module.parameters())))
@@ -127,27 +126,16 @@ def loads(kind):
 
 
 def test_a_whole_state_dict_is_cut_into_shards(four):
-    told = four(loads, "sharded")
+    told = four(loads)
     assert len(set(told)) == 1
     for words in ("['last.bias']", "['second.bias']", "first.bias is [6] there and [5] in the module"):
         assert words in told[0]
 
 
-def test_the_state_dict_of_process_0_is_loaded_on_all(four):
-    told = four(loads, "replicated")
-    assert len(set(told)) == 1
-    for words in (
-        'Missing key(s) in state_dict: "last.bias"',
-        'Unexpected key(s) in state_dict: "second.bias"',
-        "torch.Size([6])",
-    ):
-        assert words in told[0]
-
-
-def averages_buffers(kind):
+def averages_buffers():
     """A running statistic that differs on every process, and a frozen parameter that differs between workers."""
     with workers() as world:
-        module, _, _, state = started(world, kind)
+        _, _, _, state = started(world)
         own = df.buffers(state)
         buffers = {"seen": torch.tensor(float(world.rank)), "fixed": own["fixed"] + 2 * world.worker}
         mean = df.consensus_buffers(state._replace(local=state.local._replace(buffers=buffers)))
@@ -155,9 +143,8 @@ def averages_buffers(kind):
         return float(mean["seen"])
 
 
-@pytest.mark.parametrize("kind", ["sharded", "replicated"])
-def test_the_mean_of_buffers_is_over_all_processes(four, kind):
-    assert four(averages_buffers, kind) == [1.5] * 4
+def test_the_mean_of_buffers_is_over_all_processes(four):
+    assert four(averages_buffers) == [1.5] * 4
 
 
 # -- a team that runs on one batch ----------------------------------------------------------------------------------------

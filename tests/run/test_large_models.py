@@ -19,8 +19,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel,
 
 import decentfn as df
 from decentfn import compressors
-from decentfn.comm import collectives
-from decentfn.comm.collectives import World
 from decentfn.core import trees
 from decentfn.core.buckets import flatten
 from decentfn.torch_private import inductor
@@ -76,9 +74,8 @@ def tried(ranks, case):
         assert len(graphs) == case.compiled
         if case.algorithm == "adapt_while_communicate":
             assert sent == held  # one message to one neighbor: a process sends what it holds
-            gradient = "gather_within_worker" if case.kind == "traced" else "gradient"
             for graph in graphs:
-                where = [graph.index(call) for call in ("post", gradient, "wait")]
+                where = [graph.index(call) for call in ("post", "gradient", "wait")]
                 assert where == sorted(where) and "sum_within_worker" in graph
     if ALL_KINDS[case.kind].tp_size == 1:  # so that no part is held twice
         whole = sum(x.numel() * x.itemsize for x in Network().parameters() if x.requires_grad)
@@ -126,9 +123,7 @@ def test_inductor_keeps_posts_first_and_waits_last(ranks, kind):
         (code,) = one.code
         calls = re.findall(r"torch\.ops\.decentfn\.(\w+)\.default\(", code[code.index("def call(") :])
         posts, waits = ([i for i, call in enumerate(calls) if call == name] for name in ("exchange", "complete"))
-        between = [
-            i for i, call in enumerate(calls) if call in ("gather_within_worker", "gradient", "scatter_within_worker")
-        ]
+        between = [i for i, call in enumerate(calls) if call == "gradient"]
         assert len(posts) == len(waits) > 0 and between
         assert max(posts) < min(between) and max(between) < min(waits)
 
@@ -222,7 +217,7 @@ def draws_of(kind):
         params, buffers, loss_fn = df.functional(
             module, forward=lambda m, b: (nn.functional.mse_loss(m(b[0]), b[1]), torch.rand(()))
         )
-        init, step = made("adapt_while_communicate")(inside.loss(loss_fn), optimizer())
+        init, step = made("adapt_while_communicate")(df.autograd(loss_fn), optimizer())
         _, metrics = step(init(params, buffers), batch(0, 0, 0), 0)
         return float(metrics.aux)
 
@@ -260,12 +255,12 @@ def test_what_all_processes_hold_comes_first():
         assert [bucket.is_common for bucket in x.plan.buckets] == [True, False]
 
 
-def looked_at(kind):
-    """`with_params`, `consensus_mean` and `ema_params` of leaves that the loss wants whole."""
-    inside = KINDS[kind]
+def looked_at():
+    """`with_params`, `consensus_mean` and `ema_params` of shards."""
+    inside = KINDS["sharded"]
     with workers(SHARDS) as world:
-        params, buffers, loss_fn = df.functional(inside.network(), nn.functional.mse_loss)
-        algorithm = df.ema(made("adapt_while_communicate")(inside.loss(loss_fn), optimizer()))
+        params, buffers, loss_fn = df.functional(inside.place(world, inside.network()), nn.functional.mse_loss)
+        algorithm = df.ema(made("adapt_while_communicate")(df.autograd(loss_fn), optimizer()))
         state = algorithm.init(params, buffers)
         torch.testing.assert_close(df.params(state), params, atol=0, rtol=0)
         torch.testing.assert_close(df.ema_params(state), params, atol=0, rtol=0)
@@ -274,41 +269,12 @@ def looked_at(kind):
         torch.testing.assert_close(df.params(state), other, atol=0, rtol=0)
         torch.testing.assert_close(df.consensus_mean(state), {name: leaf + 0.5 for name, leaf in params.items()})
         loss, _ = loss_fn(df.params(state), df.buffers(state), batch(0, 0, 0))
-        with pytest.raises(ValueError, match="with_params"):
-            df.with_params(state, state.params.tree())
         return float(loss)
 
 
-@pytest.mark.parametrize("kind", ["replicated", "traced"])
-def test_a_replicated_state_is_looked_at_whole(four, kind):
-    told = four(looked_at, kind)
+def test_a_sharded_state_is_looked_at_in_shards(four):
+    told = four(looked_at)
     assert told[0] == told[1] != told[2] == told[3]
-
-
-def simulates_in_processes():
-    """Two workers of two processes, each of which simulates two: four in all."""
-    with workers(SHARDS) as world:
-        params, buffers, loss_fn = df.functional(Network(), nn.functional.mse_loss)
-        init, step = df.adapt_while_communicate(loss_fn, optimizer(), df.topology("one-peer-exp", 4))
-        state, step = df.stack(init(params, buffers), 2), df.simulate(step, 2)
-        for t in range(3):
-            rows = [batch(i, world.process, t) for i in world.workers(2)]
-            state, metrics = step(state, tuple(map(torch.stack, zip(*rows, strict=True))), t)
-        return df.params(state)
-
-
-def test_processes_simulate_workers_that_they_share(four):
-    told = four(simulates_in_processes)
-    with collectives.use(World(None, 0, 1)):
-        params, buffers, loss_fn = df.functional(Network(), nn.functional.mse_loss)
-        init, step = df.adapt_while_communicate(loss_fn, optimizer(), df.topology("one-peer-exp", 4))
-        state, step = df.stack(init(params, buffers), 4), df.simulate(step, 4)
-        for t in range(3):
-            rows = [whole_batch(i, SHARDS, t) for i in range(4)]
-            state, _ = step(state, tuple(map(torch.stack, zip(*rows, strict=True))), t)
-    for name, rows in df.params(state).items():
-        for rank, own in enumerate(told):
-            torch.testing.assert_close(own[name], rows[rank // 2 * 2 :][:2], atol=1e-6, rtol=1e-5)
 
 
 def as_torch_alone():
@@ -388,7 +354,7 @@ def pushes_late(kind, expected):
     with workers(SHARDS) as world:
         module = inside.place(world, inside.network())
         params, buffers, loss_fn = df.functional(module, nn.functional.mse_loss)
-        init, step = late(inside.loss(loss_fn), optimizer())
+        init, step = late(df.autograd(loss_fn), optimizer())
         state = init(params, buffers)
         for t in range(STEPS):
             state, metrics = step(state, batch_of(world, inside.team_of(SHARDS), t), t)
@@ -399,37 +365,6 @@ def pushes_late(kind, expected):
 @pytest.mark.parametrize("kind", ["sharded", "tensor"])
 def test_late_messages_are_those_of_the_simulator(four, kind):
     four(pushes_late, kind, simulated(late, kind, SHARDS, steps=STEPS))
-
-
-def complex_loss(params, x):
-    return ((params["a"] * x.mean() - 1j).abs() ** 2).mean() + (params["b"] - 1).abs() ** 2
-
-
-def complex_params():
-    torch.manual_seed(0)
-    return {"a": torch.randn(5, 3, dtype=torch.complex64), "b": torch.randn((), dtype=torch.complex64)}
-
-
-def trains_complex(loss_fn):
-    with workers(SHARDS) as world:
-        init, step = made("gradient_tracking")(loss_fn, optimizer())
-        state = init(complex_params())
-        for t in range(3):
-            state, _ = step(state, batch(world.worker, world.process, t)[0], t)
-        return df.params(state)
-
-
-def test_complex_leaves_are_replicated_too(four):
-    def of_halves(params, x):
-        return torch.stack([complex_loss(params, half) for half in x.chunk(SHARDS)]).mean()
-
-    init, step = made("gradient_tracking")(of_halves, optimizer())
-    state, step = df.stack(init(complex_params()), WORKERS), df.simulate(step, WORKERS)
-    for t in range(3):
-        state, _ = step(state, torch.stack([whole_batch(i, SHARDS, t)[0] for i in range(WORKERS)]), t)
-    for rank, told in enumerate(four(trains_complex, complex_loss)):
-        expected = {name: rows[rank // SHARDS] for name, rows in df.params(state).items()}
-        torch.testing.assert_close(told, expected, atol=1e-6, rtol=1e-5)
 
 
 NUMBERS = {"cast": torch.bfloat16, "dct_top_k": 2, "identity": (), "low_rank": 1, "qsgd": 64, "quantize": 4}
@@ -583,22 +518,13 @@ def mistakes():
     with workers(SHARDS) as world:
         make = df.adapt_while_communicate
         params, buffers, loss_fn = df.functional(Network(), loss)
-        plain, plain_loss = (params, buffers), loss_fn
-        own = {name: leaf + world.process for name, leaf in params.items()}
-        note("start", make(loss_fn, optimizer(), ring).init, own, buffers)
-        whole = make(df.accumulate(loss_fn), df.transforms.by_leaf(df.transforms.identity()), ring)
-        note("whole", whole.init, params, buffers)
-        reduced = df.all_reduce(df.autograd(loss_fn), optimizer(), ring)
-        replicated, compiled = (
-            reduced.init(params, buffers),
-            df.compile(reduced.step, backend="eager", donate=False),
-        )
-        compiled(replicated, batch(0, 0, 0), 0)
-
+        plain_loss = loss_fn
+        note("plain", make, df.autograd(loss_fn), optimizer(), ring)
         inside = KINDS["tensor"]
         params, buffers, loss_fn = df.functional(inside.place(world, inside.network()), loss)
         note("tensor", make, loss_fn, optimizer(), ring)
         algorithm = make(df.autograd(loss_fn), optimizer(), ring)
+        note("start", algorithm.init, {name: leaf + world.process for name, leaf in params.items()}, buffers)
         note("batch", algorithm.step, algorithm.init(params, buffers), batch(world.worker, world.process, 0), 0)
         norm = {"0": ColwiseParallel(), "1": SequenceParallel()}
         strange = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
@@ -622,11 +548,11 @@ def mistakes():
         note("by_leaf", make(sharded_loss, df.chain(by_leaf, df.sgd(0.1)), ring).init, params, buffers)
         algorithm = make(sharded_loss, df.sgd(0.1), ring)
         state = algorithm.init(params, buffers)
+        compiled = df.compile(algorithm.step, backend="eager", donate=False)
+        compiled(state, batch(0, 0, 0), 0)
         note("buffers", df.average_buffers, algorithm)
         note("evaluate", df.evaluate, lambda params, buffers, batch: 0.0, state, [])
-        note("evaluate plain", df.evaluate, loss_fn, replicated, [])
         note("weights", df.state_dict, Network(), state)
-        note("weights of plain", df.state_dict, module, replicated)
         note("load", df.load_state_dict, Network(), state, {})
         note("resize", df.resize, df.stack(state, 1), algorithm)
         note(
@@ -642,10 +568,10 @@ def mistakes():
             FullyShardedDataParallel(nn.Linear(4, 4), world.channels.intra_worker, device_id=world.device),
             loss,
         )
-        every = make(df.autograd(plain_loss), optimizer(), df.topology("one-peer-exp", world.size))
+        every = make(sharded_loss, optimizer(), df.topology("one-peer-exp", world.size))
         for name, step in {"size": every.step, "size compiled": df.compile(every.step, backend="eager")}.items():
-            note(name, step, every.init(*plain), batch(0, 0, 0), 0)
-        note("three", make(plain_loss, optimizer(), df.topology("complete", 3)).init, *plain)
+            note(name, step, every.init(params, buffers), batch(0, 0, 0), 0)
+        note("three", make(sharded_loss, optimizer(), df.topology("complete", 3)).init, params, buffers)
 
         rate = 0.1 if world.process else 0.2
         note("rate", make(sharded_loss, df.sgd(rate), ring).init, params, buffers)
@@ -661,8 +587,8 @@ def mistakes():
         "others": whole_loss.step,
         "others compiled": df.compile(whole_loss.step),
     }.items():
-        note(name, step, state if name == "before" else replicated, batch(0, 0, 0), 0)
-    note("compiled before", compiled, replicated, batch(0, 0, 0), 0)
+        note(name, step, state, batch(0, 0, 0), 0)
+    note("compiled before", compiled, state, batch(0, 0, 0), 0)
     return said
 
 
@@ -670,7 +596,7 @@ def test_what_is_not_there_is_said_on_every_rank(four):
     per_rank = four(mistakes)
     for name, words in {
         "start": "the processes of a worker start equal",
-        "whole": "by_leaf(transform): it needs whole leaves, but a worker is 2 processes",
+        "plain": "a worker is 2 processes, and PyTorch shards a module over them: fully_shard(module, ",
         "tensor": "the gradient of a sharded module is PyTorch's own; write df.autograd(loss_fn)",
         "batch": "compute one batch together: draw it by world.worker",
         "strange": "are DTensors",
@@ -682,9 +608,7 @@ def test_what_is_not_there_is_said_on_every_rank(four):
         "by_leaf": "by_leaf(transform): it needs whole leaves, but a worker is 2 processes",
         "buffers": "average_buffers(algorithm): a worker is 2 processes",
         "evaluate": "the state is of a sharded module, and this is of a plain one",
-        "evaluate plain": "the state is of a plain module, and this is of a sharded one",
         "weights": "the state is of a sharded module, and this is of a plain one",
-        "weights of plain": "the state is of a plain module, and this is of a sharded one",
         "load": "the state is of a sharded module, and this is of a plain one",
         **dict.fromkeys(
             ("params", "mean", "distance", "before", "others", "others compiled"),
@@ -733,7 +657,7 @@ def comes_back(kind, size, directory):
     with workers(size) as world:
         module = inside.place(world, inside.network())
         params, buffers, loss_fn = df.functional(module, nn.functional.mse_loss)
-        algorithm = made("gradient_tracking", world.num_workers)(inside.loss(loss_fn), optimizer())
+        algorithm = made("gradient_tracking", world.num_workers)(df.autograd(loss_fn), optimizer())
         state = algorithm.init(params, buffers)
         state, _ = algorithm.step(state, batch_of(world, inside.team_of(size), 0), 0)
         with df.checkpoint.Saver(directory) as saver:
@@ -743,7 +667,7 @@ def comes_back(kind, size, directory):
         return df.state_dict(module, state)
 
 
-@pytest.mark.parametrize(("kind", "size"), [("replicated", 2), ("tensor", 2), ("both", 4)])
+@pytest.mark.parametrize(("kind", "size"), [("sharded", 2), ("tensor", 2), ("both", 4)])
 def test_a_checkpoint_of_each_kind_comes_back_and_is_read_by_whole_workers(four, tmp_path, kind, size):
     told = four(comes_back, kind, size, str(tmp_path))
     num_workers = 4 // size

@@ -113,11 +113,10 @@ def both(world, module):
 
 
 class WithinWorker(NamedTuple):
-    """One way to share: the network, what PyTorch does with it, and how its gradient is taken."""
+    """One way to share: the network, and what PyTorch does with it."""
 
     network: Callable[[], Any]
-    place: Callable[[Any, nn.Module], nn.Module] = lambda world, module: module
-    loss: Callable[[Any], Any] = df.autograd
+    place: Callable[[Any, nn.Module], nn.Module]
     tp_size: int | None = 1
     """Number of processes that share one batch; None: all of a worker's."""
 
@@ -127,8 +126,6 @@ class WithinWorker(NamedTuple):
 
 KINDS = {
     "sharded": WithinWorker(Network, sharded),
-    "replicated": WithinWorker(Network),
-    "traced": WithinWorker(Network, loss=lambda loss_fn: loss_fn),
     "tensor": WithinWorker(Hidden, tensor_parallel, tp_size=None),
 }
 """Each on any number of processes."""
@@ -156,7 +153,7 @@ SMALL = tuple(
         accumulates=(i // 2 + j) % 2 == 1,
         clips=(i + j // 3) % 2 == 1,
     )
-    for i, kind in enumerate(KINDS)
+    for i, kind in enumerate([*KINDS, *KINDS])
     for j, name in enumerate(ALGORITHMS)
 )
 """Every pair of two values of two fields, once at least, but that none of six processes is compiled: that takes longest."""
@@ -259,7 +256,7 @@ def simulated(make, kind, processes, *, batch=batch, steps=STEPS, clips=True, is
             def loss_fn(tree, buffers, batch):
                 return whole_loss(joined(tree, processes, inside), buffers, batch)
 
-        init, step = make(inside.loss(loss_fn), optimizer(clips, masks))
+        init, step = make(df.autograd(loss_fn), optimizer(clips, masks))
         state, step = df.stack(init(params, buffers), num_workers), df.simulate(step, num_workers)
         for t in range(steps):
             rows = [whole_batch(w, processes, t, batch) for w in range(num_workers)]
@@ -327,7 +324,7 @@ def trains(case, expected, backend=None):
     with workers(case.processes) as world:
         module = inside.place(world, inside.network())
         params, buffers, loss_fn = df.functional(module, nn.functional.mse_loss)
-        loss_fn = inside.loss(loss_fn)
+        loss_fn = df.autograd(loss_fn)
         if case.accumulates:
             loss_fn = df.accumulate(loss_fn)
         init, step = made(case.algorithm, case.num_workers)(loss_fn, optimizer(case.clips))
@@ -354,15 +351,15 @@ def assert_as_simulated(world, case, module, state, metrics, expected):
     torch.testing.assert_close(metrics.grad_norm, expected.metrics.grad_norm[i], atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(df.consensus_distance(state), expected.distance, atol=1e-6, rtol=1e-4)
     rows = {name: leaf[i] for name, leaf in expected.params.items()}
-    whole, replicated = df.state_dict(module, state), case.kind in ("replicated", "traced")
-    if world.process and not replicated:
+    whole = df.state_dict(module, state)
+    if world.process:
         assert whole == {}
     else:
         torch.testing.assert_close({name: whole[name] for name in rows}, rows, **close)
     # On the process itself, what the worker's others do not have.
     own = own_part(cut(rows, case.processes, inside), world.process, inside.team_of(case.processes))
     torch.testing.assert_close(state.params.tree(), own, **close)
-    torch.testing.assert_close(df.params(state), rows if replicated else own, **close)
+    torch.testing.assert_close(df.params(state), own, **close)
     require_equal_copies(state)
 
 

@@ -12,9 +12,9 @@ from decentfn.core.buckets.arithmetic import (
     global_norm,
     is_finite,
     known_finite,
+    mean_of_processes,
     mean_within_worker,
     multiply,
-    rows_of,
     scale,
     sum_within_worker,
     where,
@@ -23,7 +23,6 @@ from decentfn.core.buckets.arithmetic import (
     write_over,
     zeros_like,
 )
-from decentfn.core.buckets.parts import mean_of_processes, part_of, part_shape, unsharded, without_values
 from decentfn.core.buckets.plan import (
     BucketPlan,
     Buckets,

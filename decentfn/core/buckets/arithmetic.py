@@ -157,7 +157,12 @@ def everywhere_within_worker(claim: Tensor, processes: int) -> Tensor:
     return claim if processes == 1 else sum_within_worker((~claim).to(torch.float32), processes) == 0
 
 
-def rows_of(process: int, processes: int, rows: int) -> range:
-    """Return a process's rows of a leaf, split as by `torch.chunk` and `fully_shard`: five rows into three and two."""
-    each = -(-rows // processes)
-    return range(min(process * each, rows), min((process + 1) * each, rows))
+def mean_of_processes(x: Buckets, plan: Plan) -> Buckets:
+    """Average the buckets that all processes of a tensor-parallel group hold; values held by one process alone stay.
+
+    `plan` is the parameters' plan.
+    """
+    if not any(bucket.is_common for bucket in plan.buckets):
+        return x
+    pairs = zip(x, plan.buckets, strict=True)
+    return Buckets([mean_within_worker(b, plan.tp_size) if one.is_common else b for b, one in pairs], plan)

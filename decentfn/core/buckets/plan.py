@@ -110,8 +110,6 @@ class Plan:
     """Size of a tensor-parallel group: consecutive processes of a worker that compute one batch together."""
     places: Places = ()
     """Places of this process's shards of the parameters and of the module's buffers."""
-    unsharded: Plan | None = None
-    """Plan of the unsharded leaves, of which these are this process's rows, if the loss needs them unsharded."""
     starts_equal: bool = field(default=False, compare=False)
     """True if all workers must start with equal parameters, because the algorithm would never make them equal."""
 
@@ -122,8 +120,8 @@ class Plan:
 
     @property
     def is_sharded(self) -> bool:
-        """Return True if the leaves are shards for the loss, too."""
-        return bool(self.places) and self.unsharded is None
+        """Return True if the leaves are shards."""
+        return bool(self.places)
 
     @property
     def nbytes(self) -> int:
