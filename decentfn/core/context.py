@@ -21,7 +21,7 @@ class _Context(threading.local):
         self.chunks: tuple[int, int] | None = None
         # Appended to and never assigned: torch.compile loses an assignment to an attribute when it traces a loop.
         self.hostile: list[Any] = []  # what hostile workers send, the innermost last (`decentfn.testing.hostile`)
-        self.runs: list[Any] = []  # number, 0-d int64, and count of the runs of a sweep (`stacking.over_runs`)
+        self.runs: list[Any] = []  # number, 0-d int64, and count of the runs of a sweep (`df.sweep`)
         self.guarded: list[Any] = []  # notes of the guarded steps, the innermost last (`gossip.guarded`)
 
 

@@ -1,4 +1,4 @@
-"""`vmap` over the workers of this process, for all at once or in chunks, and over runs."""
+"""`vmap` over the workers of this process, for all at once or in chunks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def require_rows(what: str, tree: PyTree, num_workers: int) -> None:
     way_out = "df.stack(state, num_workers)"
     if what == "batch":
         way_out = "stack one per worker, as tensors in dicts or tuples; or, by df.autograd(loss_fn), a list of one tuple, dict or object for each"
-    _require_first(what, tree, num_workers, f"simulate(num_workers={num_workers})", "workers", way_out)
+    require_first(what, tree, num_workers, f"simulate(num_workers={num_workers})", "workers", way_out)
 
 
 def batches_of(batch: PyTree, num_workers: int) -> list[PyTree]:
@@ -39,13 +39,8 @@ def _rows(leaf: Any) -> int | None:
     return next(iter(getattr(leaf, "shape", ())), None) if hasattr(type(leaf), "__torch_function__") else None
 
 
-def require_runs(what: str, tree: PyTree, num_runs: int) -> None:
-    """Raise ValueError unless every leaf of the states or the batches (`what`) has a row for each run."""
-    way_out = "df.stack_runs, of the stacked states of all runs, or of their batches"
-    _require_first(what, tree, num_runs, f"sweep(num_runs={num_runs})", "runs", way_out)
-
-
-def _require_first(what: str, tree: PyTree, size: int, call: str, rows: str, way_out: str) -> None:
+def require_first(what: str, tree: PyTree, size: int, call: str, rows: str, way_out: str) -> None:
+    """Raise ValueError, from `call`, unless the first axis of every leaf of the tree (`what`) is that of these `rows`."""
     for index, leaf in enumerate(trees.leaves(tree)):
         if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or leaf.shape[0] != size:
             name = trees.named_leaves(tree)[index][0]  # Dynamo cannot trace optree's names through a dict
@@ -64,7 +59,7 @@ def over_workers(
     With `chunk_size`, the parts wrapped by `in_chunks` run for that many workers at a time. Random operations in them
     are refused, because the workers of one chunk cannot be told from those of another.
     """
-    one, returned = _on_leaves(function, arguments)
+    one, returned = on_leaves(function, arguments)
     outer = context.chunks
     context.chunks = None if chunk_size is None or chunk_size >= num_workers else (num_workers, chunk_size)
     try:
@@ -74,33 +69,13 @@ def over_workers(
     return trees.fill(returned[0], stacked)
 
 
-def over_runs(function: Callable[..., PyTree], num_runs: int, *arguments: PyTree) -> PyTree:
-    """Apply a function of one run's stacked workers to all runs at once, with the same random numbers in each.
-
-    Every leaf of arguments and result has the runs first. Within it, `context.runs` ends with this run's number.
-    """
-    one, returned = _on_leaves(function, arguments)
-    leaves = trees.leaves(arguments)
-
-    def run(number: Tensor, leaves: list[Tensor]) -> list[Tensor]:
-        context.runs.append((number, num_runs))
-        try:
-            return one(leaves)
-        finally:
-            context.runs.pop()
-
-    numbers = torch.arange(num_runs, device=leaves[0].device)
-    stacked = vmap(run, randomness="same")(numbers, leaves)
-    return trees.fill(returned[0], stacked)
-
-
 def in_chunks(function: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
     """Return `function(*arguments)`, evaluated for one chunk of workers after another."""
     assert context.chunks is not None
     num_workers, size = context.chunks
     leaves = trees.leaves(arguments)
     everyone = [functorch.all_rows(leaf, leaves[0]) for leaf in leaves]
-    one, returned = _on_leaves(function, arguments)
+    one, returned = on_leaves(function, arguments)
     parts = [
         vmap(one, randomness="error")([leaf[first : first + size] for leaf in everyone])
         for first in range(0, num_workers, size)
@@ -119,7 +94,7 @@ def refuse_random(error: BaseException) -> None:
         ) from error
 
 
-def _on_leaves(
+def on_leaves(
     function: Callable[..., PyTree], arguments: PyTree
 ) -> tuple[Callable[[list[Tensor]], list[Tensor]], list[PyTree]]:
     """Return `function` from leaves to leaves, and the list to which it appends the tree of its result."""

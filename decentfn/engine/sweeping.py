@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import vmap
 
 from decentfn.comm import collectives
 from decentfn.core import trees
+from decentfn.core.context import context
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import MOST_WORKERS, checks_numbers, require, require_at_most
-from decentfn.core.stacking import over_runs, require_runs
+from decentfn.core.stacking import on_leaves, require_first
 from decentfn.core.trees import PyTree
 from decentfn.kit.state_check import lines_of
 from decentfn.kit.step import Step
@@ -58,9 +60,9 @@ def sweep(step: Step, num_runs: int) -> Step:
     one = step.run
 
     def run(states: Any, batches: PyTree, t: Tensor) -> tuple[Any, Any]:
-        require_runs("states", states, num_runs)
-        require_runs("batches", trees.plain(batches), num_runs)
-        return over_runs(lambda state, batch: one(state, batch, t), num_runs, states, trees.plain(batches))
+        _require_runs("states", states, num_runs)
+        _require_runs("batches", trees.plain(batches), num_runs)
+        return _over_runs(lambda state, batch: one(state, batch, t), num_runs, states, trees.plain(batches))
 
     def check(states: Any, batches: PyTree, t: Tensor) -> None:
         if collectives.world().size > 1:
@@ -68,14 +70,40 @@ def sweep(step: Step, num_runs: int) -> Step:
                 f"sweep(step, {num_runs}): {collectives.world().size} processes run, and a sweep is of one process; start "
                 "each process alone, without torchrun, with a part of the runs."
             )
-        require_runs("states", states, num_runs)
-        require_runs("batches", trees.plain(batches), num_runs)
+        _require_runs("states", states, num_runs)
+        _require_runs("batches", trees.plain(batches), num_runs)
         assert step.check is not None
         for r in range(num_runs):
             state, batch = trees.map(lambda leaf, r=r: leaf[r], (states, trees.plain(batches)))
             step.check(state, batch, t)
 
     return step.transformed("sweep", num_runs, run=run, check=None if step.check is None else check)
+
+
+def _require_runs(what: str, tree: PyTree, num_runs: int) -> None:
+    """Raise ValueError unless every leaf of the states or the batches (`what`) has a row for each run."""
+    way_out = "df.stack_runs, of the stacked states of all runs, or of their batches"
+    require_first(what, tree, num_runs, f"sweep(num_runs={num_runs})", "runs", way_out)
+
+
+def _over_runs(function: Callable[..., PyTree], num_runs: int, *arguments: PyTree) -> PyTree:
+    """Apply a function of one run's stacked workers to all runs at once, with the same random numbers in each.
+
+    Every leaf of arguments and result has the runs first. Within it, `context.runs` ends with this run's number.
+    """
+    one, returned = on_leaves(function, arguments)
+    leaves = trees.leaves(arguments)
+
+    def run(number: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+        context.runs.append((number, num_runs))
+        try:
+            return one(leaves)
+        finally:
+            context.runs.pop()
+
+    numbers = torch.arange(num_runs, device=leaves[0].device)
+    stacked = vmap(run, randomness="same")(numbers, leaves)
+    return trees.fill(returned[0], stacked)
 
 
 def stack_runs(runs: Sequence[PyTree]) -> PyTree:

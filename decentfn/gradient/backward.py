@@ -116,7 +116,7 @@ def backward(
                 losses.append(loss)
                 auxes.append(aux)
                 if index + 1 == len(micros) or not adds_in_place:
-                    parts = _taken_from(plan, params, given, used)
+                    parts = _into_buckets(plan, params, given, used)
                     parts = parts if adds_in_place else [g.to(wide(g.dtype)) for g in parts]
                     sums = [s + g for s, g in zip(sums, parts, strict=True)] if sums else parts
             if (after := _marks(given.constant, is_first)) != before:
@@ -162,13 +162,13 @@ def _forward_backward(
     require_graph(loss)
     with no_other_weights(loss) if is_first and isinstance(given, _Function) else nullcontext():
         (loss if scale is None else loss.to(wide(loss.dtype)) * scale).backward()
-    value, aux = loss.detach(), None if aux is None else trees.map(_beyond, trees.plain(aux))
+    value, aux = loss.detach(), None if aux is None else trees.map(_without_graph, trees.plain(aux))
     del loss
     require_none(others)
     return value, aux
 
 
-def _taken_from(plan: Plan, params: Sequence[Tensor], given: _Function | Lent, used: list[bool]) -> list[Tensor]:
+def _into_buckets(plan: Plan, params: Sequence[Tensor], given: _Function | Lent, used: list[bool]) -> list[Tensor]:
     """Move the leaves' gradients into buckets, 0 for a leaf without one; note in `used` which have one."""
     leaves, gradient, found, first = given.leaves, given.gradient, [], 0
     for bucket, tensor in zip(plan.buckets, params, strict=True):
@@ -217,7 +217,7 @@ def _apart(new: Tensor, own: Tensor) -> Tensor:
     return torch.empty_like(own).copy_(new.detach())
 
 
-def _beyond(x: Any) -> Any:
+def _without_graph(x: Any) -> Any:
     """Return a leaf of aux without the graph, in its own memory: a tensor may be the batch's or the state's.
 
     An object that holds tensors, at any depth, is copied with them; modules and code in it are shared.
