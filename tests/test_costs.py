@@ -115,6 +115,16 @@ def test_a_hook_that_wrote_over_no_gradient_in_a_trial_may_not_do_so_later():
         optimizer.update(grads, state.local.opt, state.params)
 
 
+def test_a_donated_step_holds_no_second_moments():
+    """Beside its state: gradient, mix, update, new parameters and a square of one bucket of four; once the moments, too."""
+    for transform, copies in ((lambda step: step, 6.5), (df.donate, 4.5)):
+        state, step = trained(df.adamw(1e-3), bucket_mb=0.25)
+        step, batch = transform(step), torch.ones(1 << 16)
+        for t in range(2):
+            state, _ = step(state, batch, t)
+        assert peak_of(lambda step=step, state=state: step(state, batch, 2)) < copies * 4 * D
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("n", [1, 8])
 def test_the_distance_between_workers_is_computed_without_a_copy_of_their_parameters(n, dtype):

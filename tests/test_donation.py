@@ -161,3 +161,79 @@ def test_a_copy_keeps_a_state_whose_outer_memory_a_pure_step_passed_on(donating)
     donating(step)(own, batch, 1)
     assert not torch.equal(own.memory.phi[0], first.memory.phi[0])
     assert all(torch.equal(a, b) for a, b in zip(trees.leaves(first), trees.leaves(kept), strict=True))
+
+
+def trained(optimizer, donated, algorithm=df.adapt_while_communicate, wrap=lambda pair: pair, **options):
+    params = {"a": torch.linspace(-1, 1, 12), "b": torch.linspace(1, 2, 4, dtype=torch.float64)}
+    pair = wrap(algorithm(lambda p, b: sum((x * b).square().sum() for x in p.values()), optimizer, ONE, **options))
+    step, states = df.donate(pair.step) if donated else pair.step, []
+    state = pair.init(params)
+    for t in range(5):
+        state, _ = step(state, torch.tensor(1.0 + t), t)
+        states.append([x.clone() for x in trees.leaves(state)])
+    return states, state, step
+
+
+ONE = df.topology("complete", 1)
+
+
+def skipping(inner):
+    """A user's wrapper, which looks at the old state after the update."""
+
+    def update(grads, state, params):
+        u, new = inner.update(grads, state, params)
+        keeps = state[0].count % 2 == 0
+        return u, trees.map(lambda a, b: torch.where(keeps, a, b), new, state)
+
+    return df.Transform(inner.init, update)
+
+
+@pytest.mark.parametrize("wrap", [lambda pair: pair, df.guard, lambda pair: df.ema(pair, 0.9)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: df.adamw(0.1, weight_decay=lambda count: 0.01 * count),
+        lambda: df.sgd(0.1, momentum=0.9),
+        lambda: skipping(df.adam(0.1)),
+        lambda: df.chain(
+            df.clip_by_global_norm(1.0),
+            df.transforms.partition({"a": df.adam(0.1), "b": df.transforms.lion(0.1)}, lambda name, _: name),
+        ),
+    ],
+)
+def test_an_optimizer_that_writes_over_its_moments_computes_what_a_pure_one_does(make, wrap):
+    (pure, *_), (donated, *_) = trained(make(), False, wrap=wrap), trained(make(), True, wrap=wrap)
+    for ours, theirs in zip(donated, pure, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_an_algorithm_of_the_user_may_read_the_old_moments_after_the_update():
+    @kit.algorithm
+    def lazy(loss_fn, optimizer, topology, **options):
+        worker = kit.Worker(loss_fn, optimizer, topology, **options)
+
+        def step(state, batch, t):
+            g, local = worker.gradient(state.params, state.local, batch, t)
+            u, new = worker.update(g.grads, g, local, state.params)
+            opt = trees.map(lambda a, b: torch.where(t % 2 == 0, a, b), new.opt, local.opt)
+            return kit.State(kit.add(state.params, u), new._replace(opt=opt)), g.metrics
+
+        return worker.algorithm(step)
+
+    (pure, *_), (donated, *_) = (trained(df.adam(0.1), way, lazy) for way in (False, True))
+    assert all(
+        torch.equal(a, b) for ours, theirs in zip(donated, pure, strict=True) for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def test_an_error_after_the_moments_were_written_says_so(monkeypatch):
+    _, state, step = trained(df.adam(0.1), True)
+    kept = trees.map(torch.clone, state)
+    with pytest.raises(RuntimeError) as raised:
+        step(state, torch.ones(3), 5)  # before the update
+    assert all(torch.equal(a, b) for a, b in zip(trees.leaves(state), trees.leaves(kept), strict=True))
+    assert "write over" not in str(getattr(raised.value, "__notes__", ()))
+    monkeypatch.setattr(kit, "add", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError) as raised:
+        step(state, torch.tensor(1.0), 5)
+    assert "had begun to write over its state; continue from a checkpoint" in raised.value.__notes__[-1]

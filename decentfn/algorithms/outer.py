@@ -60,13 +60,11 @@ def local_steps(
         theta, memory = state.params, state.memory
         posted = None if post is None or kit.rests(schedule) else post(memory, t)
         g, local = worker.gradient(theta, state.local, batch, t, after=posted, weight=weight)
-        before = local
-        u, local = worker.update(g.grads, g, local, theta)
+        moves = g
         if own_steps:
             trains = takes_part(theta, t)
-            u = kit.where(trains, u, kit.each(torch.zeros_like, u))
-            opt = trees.map(lambda old, new: torch.where(trains, new, old), before.opt, local.opt)
-            local = local._replace(opt=opt)
+            moves = g._replace(good=trains if g.good is None else g.good & trains)
+        u, local = worker.update(g.grads, moves, local, theta)
         theta = kit.unless_bad(kit.add(theta, u), lambda: memory.phi)
         if g.weight is not None:
             memory = memory._replace(weight=memory.weight + g.weight.to(memory.weight.dtype))

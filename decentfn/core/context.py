@@ -16,6 +16,10 @@ class _Context(threading.local):
         self.call: tuple[str, bool] | None = None  # the user's call outside steps (`collectives.calling`)
         self.seed: int | None = None  # torch's seed outside `draws.torch_draws`
         self.generators: tuple[Any, ...] = ()  # restored by the outer `draws.torch_draws`
+        self.donating: list[bool] | None = (
+            None  # in an eager, donated step: not empty once its optimizer has overwritten
+        )
+        self.overwriting: list[bool] | None = None  # the same, while the optimizer may (`buckets.into`)
         self.evaluates = False  # a metric runs, with modules in eval mode (`df.evaluate`)
         # The number of simulated workers, and of those in a chunk (`stacking.over_workers`).
         self.chunks: tuple[int, int] | None = None

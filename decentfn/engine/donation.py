@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,22 +11,26 @@ from torch import Tensor
 
 from decentfn.core import trees
 from decentfn.core.buckets import write_over
+from decentfn.core.context import context
+from decentfn.core.trees import PyTree
 from decentfn.engine.memory import give_back_freed_memory, keep_freed_memory
+from decentfn.kit.state_check import left_alone, require_result
 from decentfn.kit.step import Step
 
 
 def donate(step: Step | Callable[..., Any]) -> Step:
-    """Return an eager step that writes the new state over the one it is given, when the step is done.
+    """Return an eager step that writes the new state over the one it is given.
 
     As with an in-place optimizer, the state that was passed in *is* the new state. A pure step returns what it did not
     change (φ in an inner step) as the same tensor, so a donated step from either state changes the other, too:
-    copy.deepcopy(state) first. The peak of memory is a pure step's; a compiled step needs less, is faster and donates.
+    copy.deepcopy(state) first. Adam's moments are written in place, bucket by bucket, so the step needs two copies of the
+    parameters less than a pure one; a compiled step needs less, is faster and donates.
 
     Args:
         step: a step of this library, a simulated step, or any pure function of the same form.
 
     Returns:
-        Another step. A step that raises leaves the state as it was.
+        Another step. One that raises leaves the state as it was, or an error's `next_step` or a note says that it has not.
 
     Raises:
         ValueError: `step` is not a function, or is compiled or donated already; at the first call, a state from another
@@ -42,12 +47,27 @@ def donate(step: Step | Callable[..., Any]) -> Step:
     step = Step.of(step, "donate", refuse=("compile", "donate"))
     keep_freed_memory()
     known: list[Any] = []  # structures of states
+    one, is_checked = step.run, step.check is not None
 
-    def finish(state: Any, new: Any, metrics: Any) -> tuple[Any, Any]:
+    def run(state: Any, batch: PyTree, t: Tensor) -> tuple[Any, Any]:
         old, structure = trees.flatten(state)
-        leaves, is_known = trees.leaves(new), structure in known
+        is_known, overwritten = structure in known, list[bool]()
         if not is_known:
             require_distinct("donate", state)
+        outer, context.donating = context.donating, overwritten if is_checked and is_known else None
+        try:
+            with left_alone(state) if is_checked and not is_known else nullcontext():
+                new, metrics = result = one(state, batch, t)
+        except BaseException as error:
+            if overwritten:
+                error.add_note("df.donate: the step had begun to write over its state; continue from a checkpoint.")
+            raise
+        finally:
+            context.donating = outer
+        leaves = trees.leaves(new)
+        if not is_known:
+            if is_checked:
+                require_result(state, result)
             require_layout("donate", trees.nodes(state), old, trees.nodes(new), leaves)
             known.append(structure)
         # Metrics must not be views of the next state.
@@ -57,7 +77,7 @@ def donate(step: Step | Callable[..., Any]) -> Step:
             give_back_freed_memory()
         return state, metrics
 
-    return step.transformed("donate", finish=finish)
+    return step.transformed("donate", run=run)
 
 
 def require_layout(

@@ -48,9 +48,9 @@ class Step:
     1. `check`, in the first call with a layout of the state: `StateCheck.check` (`kit/state_check.py`), within
        `df.simulate`'s and `df.guard`'s.
     2. `run`, between the hooks of `collectives.whole_step`: the function under `@kit.algorithm`, as `Worker.algorithm` got
-       it; `df.simulate` batches it (`engine/simulation.py`), `df.compile` compiles it (`engine/compilation.py`, `run`).
+       it; `df.simulate` batches it (`engine/simulation.py`), `df.compile` compiles it (`engine/compilation.py`, `run`);
+       `df.donate`'s writes the new state over the old one.
     3. `watch`: `df.guard`'s, which stops a run of bad steps.
-    4. `finish`: `df.donate`'s, which writes the new state over the old one.
 
     Transforms return another step (`transformed`): `df.simulate`, `df.donate`, `df.compile` and the wrappers.
     """
@@ -65,8 +65,6 @@ class Step:
     """Function `(params, buffers) -> state` like `init`, without its comparisons of ranks."""
     watch: Callable[..., None] | None = field(default=None, repr=False)
     """Callback `(new state, t, overwrites)` after every step, which has written over its state or not; may raise."""
-    finish: Callable[[Any, Any, Any], tuple[Any, Any]] | None = field(default=None, repr=False)
-    """Function `(state, new state, metrics) -> (state, metrics)`, called once the step is complete."""
     loss_fn: LossFn | None = field(default=None, repr=False)
     topology: Topology | None = field(default=None, repr=False)
     """The algorithm's; None for a plain function."""
@@ -103,33 +101,32 @@ class Step:
     def __call__(self, state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Any]:
         """Take step `t`, 0 <= t, the same on all workers."""
         if torch.compiler.is_dynamo_compiling():
-            result = self.run(state, batch, as_step(t))
+            return self.run(state, batch, as_step(t))
+        try:
+            step_number = as_step(t)
+        except ValueError:
+            require_order(state, batch, t)
+            raise
+        if type(t) is int and type(step_number) is Tensor:
+            number = t
         else:
-            try:
-                step_number = as_step(t)
-            except ValueError:
-                require_order(state, batch, t)
-                raise
-            if type(t) is int and type(step_number) is Tensor:
-                number = t
-            else:
-                number = None if functorch.has_no_value(step_number) else int(step_number)
-            x = getattr(state, "params", None)
-            key = None
-            if isinstance(x, Buckets):
-                key = id(x.plan), x.tensors[0].dim(), hash(trees.flatten(state)[1])
-                if self._donates and x.tensors[0].is_inference() and not torch.is_inference_mode_enabled():
-                    raise ValueError(
-                        "step(state, batch, t): the state was made under torch.inference_mode, and a donated step cannot write over it; "
-                        "copy it outside, copy.deepcopy(state), or make it there."
-                    )
-                if x.plan.processes > 1:
-                    collectives.require_workers_of(x.plan.processes)
-            is_known = self.check is None or key in self._known
-            result = (self._run if is_known else self._check_and_run)(state, batch, step_number, number)
-            if not is_known:
-                self._known[key] = state.params.plan
-        return result if self.finish is None else self.finish(state, *result)
+            number = None if functorch.has_no_value(step_number) else int(step_number)
+        x = getattr(state, "params", None)
+        key = None
+        if isinstance(x, Buckets):
+            key = id(x.plan), x.tensors[0].dim(), hash(trees.flatten(state)[1])
+            if self._donates and x.tensors[0].is_inference() and not torch.is_inference_mode_enabled():
+                raise ValueError(
+                    "step(state, batch, t): the state was made under torch.inference_mode, and a donated step cannot write over it; "
+                    "copy it outside, copy.deepcopy(state), or make it there."
+                )
+            if x.plan.processes > 1:
+                collectives.require_workers_of(x.plan.processes)
+        is_known = self.check is None or key in self._known
+        result = (self._run if is_known else self._check_and_run)(state, batch, step_number, number)
+        if not is_known:
+            self._known[key] = state.params.plan
+        return result
 
     def _check_and_run(self, state: Any, batch: PyTree, t: Tensor, number: int | None) -> tuple[Any, Any]:
         """Run the step with a state that has not been checked yet."""
@@ -137,7 +134,7 @@ class Step:
         self.check(state, batch, t)
         if self.schedules and not self.had("simulate") and not functorch.has_no_value(state.params.tensors[0]):
             collectives.look_up(state.params.tensors[0], self.schedules[0], t)  # raises if workers are missing
-        with nullcontext() if self._overwrites else left_alone(state):
+        with nullcontext() if self._donates else left_alone(state):
             result = self._run(state, batch, t, number)
         require_result(state, result)
         return result
@@ -151,7 +148,7 @@ class Step:
         if last is not None and number != last + 1:
             self._require_next(number, last)
         with (
-            collectives.whole_step(number, donated=self._overwrites) as here,
+            collectives.whole_step(number, donated=self._donates) as here,
             draws.torch_draws(number, here.identity.place),
         ):
             outer, context.resting = context.resting, collectives.resting(self.schedules, t, number)
@@ -162,10 +159,10 @@ class Step:
                     result = self.run(state, batch, t)
             finally:
                 context.resting = outer
-            if self._overwrites and isinstance(x, Buckets):
+            if self._donates and isinstance(x, Buckets):
                 x.taken_at = number  # even if an error follows
         if self.watch is not None:
-            self.watch(result[0], t, self._overwrites)
+            self.watch(result[0], t, self._donates)
         if isinstance(x, Buckets):
             new = x if self._donates or not isinstance(result, tuple) else getattr(result[0], "params", x)
             if isinstance(new, Buckets) and (self._donates or new is not x):
@@ -212,10 +209,6 @@ class Step:
     @cached_property
     def _donates(self) -> bool:
         return self.had("donate") is not None
-
-    @cached_property
-    def _overwrites(self) -> bool:
-        return self._donates and self.had("compile") is not None
 
 
 class _Pair(NamedTuple):

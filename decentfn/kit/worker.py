@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -79,6 +79,7 @@ class Worker:
         self.topology = topology
         self.everyone = complete(topology.num_workers)
         self.bucket_mb = options.get("bucket_mb", DEFAULTS["bucket_mb"])
+        self._is_own = False  # the algorithm is this library's, which reads no old optimizer state after the update
         self._wire_dtype = options.get("wire_dtype")
         self.wire_dtype = self._wire_dtype if topology.num_workers > 1 else None  # alone, nothing is sent
 
@@ -106,6 +107,7 @@ class Worker:
             schedules: those of which `kit.rests` may be True: of the outer steps. None: `topology`.
         """
         starts_equal, topology = "params" in must_equal, topology or self.topology
+        self._is_own = step.__module__.startswith("decentfn.algorithms.")
         known = (topology,) if schedules is None else tuple(schedules)
 
         def start(x: Buckets, buffers: PyTree) -> State:
@@ -200,7 +202,8 @@ class Worker:
                 for its messages and receives them (`kit.mix_context`); others ignore it. Needs `shows_mix=True`.
         """
         mix = () if posted is None or not self.wants_mix else (gossip.mix_context(posted),)
-        with nullcontext() if torch.compiler.is_dynamo_compiling() else record_function("decentfn::update"):
+        named = nullcontext() if torch.compiler.is_dynamo_compiling() else record_function("decentfn::update")
+        with named, nullcontext() if context.donating is None else self._overwriting(g):
             result = self.optimizer.update(direction, local.opt, x, *mix)
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], Buckets):
             of_types = [type(part).__name__ for part in (result if isinstance(result, tuple) else [result])]
@@ -215,6 +218,17 @@ class Worker:
                 g = g._replace(good=all_finite(direction))
         u, opt = g.move(u, opt, local.opt)
         return u, local._replace(opt=opt)
+
+    @contextmanager
+    def _overwriting(self, g: Gradient) -> Iterator[None]:
+        """Context of an optimizer that may write over its old state, if nothing reads that afterwards."""
+        is_read = g.good is not None or g.used is not None or context.guarded
+        if self._is_own and getattr(self.optimizer, "is_own", False) and not is_read:
+            context.overwriting = context.donating
+        try:
+            yield
+        finally:
+            context.overwriting = None
 
     def used_by_any(self, g: Gradient, t: Tensor) -> Gradient:
         """Return `g`, in which a leaf is used if any worker uses it; exchanges one number per leaf, for which all wait."""

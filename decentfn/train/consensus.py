@@ -167,13 +167,15 @@ def _squared_distance(bucket: Tensor) -> Tensor:
     """Return `‖x_i - x̄‖²` in float64, block by block: in one process, the bucket is read once and never copied."""
     rows, several = bucket.shape[:-1].numel(), collectives.world().size > 1
     parts = bucket.split(max(1, (1 << 18 if bucket.device.type == "cpu" else 1 << 24) // rows), -1)
+    if rows == 1 and not several:  # alone: 0, or NaN
+        return torch.stack([(part - part).sum(-1) for part in parts]).sum(0).double()
     means: list[Any] = [None] * len(parts)
     if several:
         mean = collectives.process_mean(torch.cat([_mean_here(part.double()) for part in parts]))
         means = [*mean.split(parts[0].shape[-1])]
     total = torch.zeros(bucket.shape[:-1], dtype=torch.float64, device=bucket.device)
     for part, mean in zip(parts, means, strict=True):
-        own = part.to(torch.float64 if several or rows > 1 else part.dtype, copy=True)  # alone: 0, or NaN
+        own = part.to(torch.float64, copy=True)
         total += own.sub_(_mean_here(own) if mean is None else mean).square_().sum(-1)
     return total
 

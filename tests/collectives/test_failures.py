@@ -83,9 +83,9 @@ class Case:
 
     def __init__(self, kind, backend):
         self.init, self.pure, self.n = KINDS[kind]()
-        self.is_donated = backend not in (None, "donate")
+        self.is_donated = backend is not None
         self.step = df.donate(self.pure) if backend == "donate" else self.pure
-        if self.is_donated:
+        if backend not in (None, "donate"):
             self.step = df.compile(self.pure, backend=backend)
         self.held = on_ranks(self.n, self._start)
         assert len(self.held[0].params) == 4
@@ -141,7 +141,7 @@ def same(one, other):
     ],
 )
 def test_wherever_a_message_is_lost_the_state_is_whole(kind, backend):
-    """Pure, or by df.donate: bitwise as it was. Compiled: every leaf is that of a step with the others, or that of a step with oneself."""
+    """Pure: bitwise as it was. Donated: every leaf is that of a step with the others, or that of a step with oneself."""
     case = Case(kind, backend)
     healthy = case.take()
     alone = [case.take(everyone_is=rank)[rank][0] for rank in range(case.n)]

@@ -172,7 +172,7 @@ def test_saves_count_on_over_epochs(tmp_path):
 
 @pytest.mark.parametrize("transform", [df.donate, lambda step: df.compile(step, backend="eager")])
 def test_after_an_error_the_run_goes_on_at_the_step_that_it_names(transform):
-    """A donated compiled step has written over the state when `df.guard` raises, an eager one has not."""
+    """A donated step, compiled or not, has written over the state when `df.guard` raises."""
     algorithm = _algorithm(wrap=lambda algorithm: df.guard(algorithm, limit=1))
     step, state, batch = _simulated(algorithm)
     step = transform(step)

@@ -10,6 +10,7 @@ from decentfn.core.buckets.arithmetic import (
     each,
     everywhere_within_worker,
     global_norm,
+    into,
     is_finite,
     known_finite,
     mean_of_processes,

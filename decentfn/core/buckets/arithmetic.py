@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from decentfn.core.buckets.plan import Buckets, Plan
+from decentfn.core.context import context
 from decentfn.core.scalars import once
 from decentfn.torch_private import functorch
 
@@ -62,6 +63,14 @@ def write_over(pairs: Sequence[tuple[Tensor, Any]]) -> None:
     values = [y.clone() if y.untyped_storage().data_ptr() in own else y for y in values]
     for (x, _), y in zip(moved, values, strict=True):
         x.copy_(y)
+
+
+def into(old: Tensor) -> Tensor | None:
+    """Return `old` as `out=` of an optimizer's next value, which an eager, donated step writes over it; otherwise None."""
+    if context.overwriting is None or functorch.is_batched(old):
+        return None
+    context.overwriting.append(True)
+    return old
 
 
 def add(x: Buckets, y: Buckets) -> Buckets:

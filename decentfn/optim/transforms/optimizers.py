@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn.core.buckets import Buckets, Mask, each, zeros_like
+from decentfn.core.buckets import Buckets, Mask, each, into, zeros_like
 from decentfn.core.numbers import checks_numbers, require
 from decentfn.core.scalars import once
 from decentfn.optim.transforms.basic import (
@@ -41,8 +41,13 @@ def new_moments(params: Buckets) -> AdamState:
 
 def moments(grads: Buckets, state: AdamState, b1: float, b2: float) -> AdamState:
     """Return Adam's next count and running means."""
-    mu = each(lambda m, g: torch.lerp(m, g.to(m.dtype), 1 - b1), state.mu, grads)
-    nu = each(lambda v, g: torch.addcmul(b2 * v, g.to(v.dtype), g.to(v.dtype), value=1 - b2), state.nu, grads)
+
+    def square(v: Tensor, g: Tensor) -> Tensor:
+        g, out = g.to(v.dtype), into(v)
+        return torch.addcmul(torch.mul(v, b2, out=out), g, g, value=1 - b2, out=out)
+
+    mu = each(lambda m, g: torch.lerp(m, g.to(m.dtype), 1 - b1, out=into(m)), state.mu, grads)
+    nu = each(square, state.nu, grads)
     return AdamState(state.count + 1, mu, nu)
 
 

@@ -43,6 +43,8 @@ class MaskedTransform(Transform):
 
     masks: tuple[Mask, ...] = ()
     sign: Sign = 0
+    is_own: bool = False
+    """True for this library's, whose updates read no old state after they have written over it (`buckets.into`)."""
 
 
 @runtime_checkable
@@ -56,9 +58,11 @@ class Averaging(Protocol):
     evaluated: Callable[[Buckets, bool], Buckets]
 
 
-def _declared(init: Callable[..., Any], update: Callable[..., Any], masks: tuple[Mask, ...], sign: Sign) -> Transform:
+def _declared(
+    init: Callable[..., Any], update: Callable[..., Any], masks: tuple[Mask, ...], sign: Sign, *parts: Any
+) -> Transform:
     transform = MaskedTransform(init, update)
-    transform.masks, transform.sign = masks, sign
+    transform.masks, transform.sign, transform.is_own = masks, sign, all(getattr(x, "is_own", False) for x in parts)
     return transform
 
 
@@ -209,7 +213,7 @@ def chain(*transforms: Any) -> Transform:
         return math.prod(_at(part, name, shape) for part in signs)
 
     is_one = all(isinstance(part, int) for part in signs)
-    return _declared(init, update, masks_of(*transforms), sign("", ()) if is_one else sign)
+    return _declared(init, update, masks_of(*transforms), sign("", ()) if is_one else sign, *transforms)
 
 
 def masked(transform: Any, mask: Mask) -> Transform:
@@ -243,7 +247,7 @@ def masked(transform: Any, mask: Mask) -> Transform:
     def sign(name: str, shape: tuple[int, ...]) -> int:
         return _at(inner, name, shape) if mask(name, shape) else 1
 
-    return _declared(init, update, (mask, *masks_of(transform)), 1 if inner == 1 else sign)
+    return _declared(init, update, (mask, *masks_of(transform)), 1 if inner == 1 else sign, transform)
 
 
 def _answers(plan: Plan, mask: Mask) -> list[bool]:
@@ -300,7 +304,7 @@ def partition(transforms: Mapping[Hashable, Any], labels: Callable[[str, tuple[i
                 require(label in transforms, "partition", f"{rule} {way_out}")
         return groups.init(params)
 
-    return _declared(init, groups.update, masks_of(groups), sign_of(groups))
+    return _declared(init, groups.update, masks_of(groups), sign_of(groups), groups)
 
 
 def _has_label(label: Hashable, labels: Callable[[str, tuple[int, ...]], Hashable]) -> Mask:
