@@ -118,6 +118,8 @@ class Session:
         self.record: deque[Call] = deque(maxlen=_RECORDED)
         self.is_running = False
         """True while a step runs; a loss is raised at its end."""
+        self.own_steps = False
+        """True if each rank counts its own steps (`mailbox.Mailbox`), so that their t is not compared."""
         self.rounds: dict[tuple[int, int], Any] = {}
         """Rounds that operators of the running step have found (`lookup.Found`)."""
         self.at = 0
