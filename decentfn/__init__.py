@@ -8,11 +8,12 @@ The main functions, the algorithms and the common optimizers are here. Everythin
 `df.planning`, `df.testing` and `df.plots`.
 """
 
-from decentfn import algorithms, compressors, errors, kit, planning, plots, testing, topologies
+from decentfn import algorithms, compressors, errors, kit, planning, plots, testing, timing, topologies
 from decentfn.algorithms.a2cid2 import a2cid2
 from decentfn.algorithms.adapt_then_combine import adapt_then_combine
 from decentfn.algorithms.adapt_while_communicate import adapt_while_communicate
 from decentfn.algorithms.all_reduce import all_reduce
+from decentfn.algorithms.asynchronous_gradient_push import asynchronous_gradient_push
 from decentfn.algorithms.beer import beer
 from decentfn.algorithms.choco_sgd import choco_sgd
 from decentfn.algorithms.clipped_gossip import clipped_gossip
@@ -69,6 +70,7 @@ from decentfn.train.consensus import (
 )
 from decentfn.train.evaluation import evaluate, evaluate_replicas
 from decentfn.train.learning_rate import learning_rate, set_learning_rate
+from decentfn.train.own_steps import settle, trace
 from decentfn.train.resizing import resize
 from decentfn.train.state_dicts import load_state_dict, state_dict
 from decentfn.wrappers import average_buffers, ema, ema_params, ema_state, guard, mix_state
@@ -90,6 +92,7 @@ __all__ = [
     "adapt_while_communicate",
     "algorithms",
     "all_reduce",
+    "asynchronous_gradient_push",
     "autograd",
     "average_buffers",
     "beer",
@@ -161,6 +164,7 @@ __all__ = [
     "resize",
     "schedules",
     "set_learning_rate",
+    "settle",
     "sgd",
     "simulate",
     "slowmo",
@@ -173,8 +177,10 @@ __all__ = [
     "survive",
     "sweep",
     "testing",
+    "timing",
     "topologies",
     "topology",
+    "trace",
     "transforms",
     "with_params",
     "worker",

@@ -12,6 +12,7 @@ class _Context(threading.local):
         self.world: Any = None  # the world of the operators (`collectives.use`)
         self.step_world: Any = None  # of the running step (`collectives.whole_step`)
         self.inputs: Any = None  # memory of the step that is being recorded (`scalars.of_step`)
+        self.arrivals: Any = None  # what each worker takes and sends in the running simulated step (`timing.Replay`)
         self.resting: tuple[Any, ...] = ()  # schedules without a round in the running step (`collectives.resting`)
         self.call: tuple[str, bool] | None = None  # the user's call outside steps (`collectives.calling`)
         self.seed: int | None = None  # torch's seed outside `draws.torch_draws`

@@ -78,6 +78,7 @@ def survive(step: Step | Callable[..., Any], *, patience: timedelta = timedelta(
     if not isinstance(patience, timedelta) or patience <= timedelta(0):
         raise ValueError(f"survive(patience={brief(patience)}): a positive datetime.timedelta.")
     step, here = Step.of(step), collectives.world()
+    step.require_common_steps("survive(step)")
     _require_pure(step)
     _require_kind(here)
     _require_schedule(here, step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from decentfn.comm import collectives
@@ -13,15 +14,22 @@ from decentfn.core import trees
 from decentfn.core.numbers import MOST_WORKERS, checks_numbers, require, require_at_most
 from decentfn.core.stacking import batches_of, over_workers, require_rows
 from decentfn.core.trees import PyTree
-from decentfn.engine.memory import keep_freed_memory
+from decentfn.engine.memory import keep_freed_memory, memory_of
 from decentfn.gradient.side_channel import SideChannel
 from decentfn.kit.state_check import is_state
 from decentfn.kit.step import Step
+from decentfn.timing import Replay, Trace
 from decentfn.torch_private import functorch
 
 
 @checks_numbers
-def simulate(step: Step | Callable[..., Any], num_workers: int, *, chunk_size: int | None = None) -> Step:
+def simulate(
+    step: Step | Callable[..., Any],
+    num_workers: int,
+    *,
+    chunk_size: int | None = None,
+    arrivals: Trace | None = None,
+) -> Step:
     """Return the step of `num_workers` workers at once: every leaf of state, batch and metrics gains a leading `[N]`.
 
     In one process N is the topology's size. Under torchrun each process simulates N workers and
@@ -35,21 +43,35 @@ def simulate(step: Step | Callable[..., Any], num_workers: int, *, chunk_size: i
         chunk_size: number of workers for which the loss and its gradient are evaluated at a time (None: all), to
             limit the memory of activations. The compiled graph grows with the number of chunks, and a loss that
             draws random numbers is refused.
+        arrivals: a trace of workers on their own clocks (`df.asynchronous_gradient_push`). Step `t` is then level t of it:
+            the own steps `arrivals.levels[t]`, each with the batch of its own step. The other workers keep their state, and
+            their metrics mean nothing. The state has room for messages in flight: `df.stack(state, N, arrivals=trace)`.
 
     Raises:
         ValueError: N or `chunk_size` is not positive, `step` is compiled or simulated already, or (when called) a leaf
-            does not have N rows, or N x processes is not the topology's size.
+            does not have N rows, or N x processes is not the topology's size; a trace of another schedule.
     """
     step = Step.of(step, "simulate", refuse=("compile", "donate", "simulate"))
     require_at_most("simulate", MOST_WORKERS, num_workers=num_workers)
     rule = "workers at a time, an integer >= 1, or None for all."
     require(chunk_size is None or chunk_size >= 1, "simulate", rule, chunk_size=chunk_size)
 
+    replay = None if arrivals is None else _replay(step, arrivals)
+
     keep_freed_memory()
     one = step.run
 
     def run(state: Any, batch: PyTree, t: Tensor) -> tuple[Any, Any]:
         require_rows("state", state, num_workers)
+        new, metrics = run_all(state, batch, t)
+        if replay is not None:
+            goes_on = collectives.have_steps(state.params[0], t)
+            new = trees.map(
+                lambda new, old: torch.where(goes_on.view(-1, *[1] * (new.dim() - 1)), new, old), new, state
+            )
+        return new, metrics
+
+    def run_all(state: Any, batch: PyTree, t: Tensor) -> tuple[Any, Any]:
         if isinstance(batch, SideChannel):
             return over_workers(lambda state: one(state, batch, t), num_workers, state, chunk_size=chunk_size)
         batch = trees.plain(batch)
@@ -69,17 +91,38 @@ def simulate(step: Step | Callable[..., Any], num_workers: int, *, chunk_size: i
         if step.starts_equal and not functorch.has_no_value(t) and int(t) == 0 and is_state(state):
             require_equal_rows("simulate(step, N)(state, batch, 0)", {"params": state.params.tree()})
         assert step.check is not None
-        step.check(trees.map(lambda leaf: leaf[0], state), its_batch, t)
+        first = trees.map(lambda leaf: leaf[0], state)
+        if replay is not None and is_state(first):
+            if (room := _rings(first)[0].to.shape[0]) < replay.room:
+                raise ValueError(
+                    f"simulate(step, {num_workers}, arrivals=trace): the state has room for {room} messages of each worker in flight, and "
+                    f"the trace needs R={replay.room}; make it with df.stack(state, {num_workers}, arrivals=trace)."
+                )
+            first = _with_room(first, 1)
+        step.check(first, its_batch, t)
 
-    return step.transformed("simulate", num_workers, run=run, check=None if step.check is None else check)
+    own_check = None if step.check is None else check
+    return step.transformed("simulate", num_workers, run=run, check=own_check, arrivals=replay)
+
+
+def _replay(step: Step, trace: Trace) -> Replay:
+    rule = "a recorded or computed df.timing.Trace."
+    require(isinstance(trace, Trace), "simulate", rule, arrivals=trace)
+    rule = "only workers on their own clocks take a trace, as with df.asynchronous_gradient_push."
+    require(step.own_steps and step.topology is not None, f"simulate({step.name}, arrivals=trace)", rule)
+    assert step.topology is not None
+    return Replay("simulate(step, N, arrivals=trace)", trace, step.topology)
 
 
 @checks_numbers
-def stack(state: PyTree, num_workers: int) -> PyTree:
+def stack(state: PyTree, num_workers: int, *, arrivals: Trace | None = None) -> PyTree:
     """Stack `num_workers` copies of a state (or a batch): every leaf `[...]` becomes `[N, ...]`, in new memory.
 
+    With `arrivals`, each worker has room for the messages that are in flight in that trace.
+
     Raises:
-        ValueError: `num_workers` is not an integer >= 1, or the state is stacked already.
+        ValueError: `num_workers` is not an integer >= 1, or the state is stacked already; the messages in flight do not fit
+            into memory.
     """
     require_at_most("stack", MOST_WORKERS, num_workers=num_workers)
     if is_state(state) and state.params[0].dim() > 1:
@@ -87,7 +130,33 @@ def stack(state: PyTree, num_workers: int) -> PyTree:
             f"stack(state, {num_workers}): the state is stacked already, for {state.params[0].shape[0]} workers; stack what "
             "init(params) returned. Stacked states of several runs are df.stack_runs(states)."
         )
+    if arrivals is not None:
+        state = _with_room(state, _room(state, num_workers, arrivals))
     return trees.map(lambda leaf: leaf.unsqueeze(0).repeat(num_workers, *[1] * leaf.dim()), state)
+
+
+def _rings(state: Any) -> list[collectives.Ring]:
+    rings = list[collectives.Ring]()
+    trees.map_nodes(collectives.Ring, lambda node: rings.append(node) or node, state)
+    return rings
+
+
+def _with_room(state: Any, places: int) -> Any:
+    return trees.map_nodes(collectives.Ring, lambda ring: ring.with_room(places), state)
+
+
+def _room(state: Any, num_workers: int, arrivals: Trace) -> int:
+    """Return the places of a worker's ring; raise ValueError if all rings together exceed a CPU's memory."""
+    each = sum(box.shape[-1] * box.itemsize for ring in _rings(state) for box in ring.values)
+    needed, room = num_workers * arrivals.room * each, memory_of(state.params[0].device)
+    if needed > room:
+        worker, step = max(arrivals.places, key=lambda one: arrivals.places[one])
+        raise ValueError(
+            f"stack(state, {num_workers}, arrivals=trace): R={arrivals.room} messages of each worker, as many of worker {worker} are in "
+            f"flight at its own step {step}, take {needed:,} bytes, and this machine has {room:,}; replay a shorter trace, fewer workers, "
+            "or a smaller model."
+        )
+    return arrivals.room
 
 
 @checks_numbers

@@ -23,6 +23,7 @@ from decentfn.core.trees import PyTree
 from decentfn.gradient import LossFn, is_by_autograd
 from decentfn.gradient.side_channel import with_side_channel
 from decentfn.kit.state_check import left_alone, require_order, require_result
+from decentfn.timing import Replay
 from decentfn.topologies import Topology
 from decentfn.torch_private import functorch
 
@@ -76,6 +77,10 @@ class Step:
     """True if all workers must start with the same parameters."""
     pushes_sum: bool = False
     """True if it corrects column-stochastic mixing by push-sum's weight."""
+    own_steps: bool = False
+    """True if each worker takes its own steps, and `t` is not the same on all."""
+    arrivals: Replay | None = field(default=None, repr=False)
+    """What each simulated worker takes and sends in each step, if not all step at once."""
     _known: WeakValueDictionary[Any, Plan] = field(default_factory=WeakValueDictionary, init=False, repr=False)
     """Plans of the checked states, by plan id, number of bucket dimensions and structure."""
     _has_warned: list[bool] = field(default_factory=list, init=False, repr=False)
@@ -99,7 +104,7 @@ class Step:
         return cls(function, name.replace(".<locals>", ""))
 
     def __call__(self, state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Any]:
-        """Take step `t`, 0 <= t, the same on all workers."""
+        """Take step `t`, 0 <= t, the same on all workers (but for `own_steps`)."""
         if torch.compiler.is_dynamo_compiling():
             return self.run(state, batch, as_step(t))
         try:
@@ -152,13 +157,14 @@ class Step:
             draws.torch_draws(number, here.identity.place),
         ):
             outer, context.resting = context.resting, collectives.resting(self.schedules, t, number)
+            context.arrivals = self.arrivals
             try:
                 if self.is_by_autograd and not functorch.has_no_value(state.params.tensors[0]):
                     result = with_side_channel(self.run, state, batch, t)
                 else:
                     result = self.run(state, batch, t)
             finally:
-                context.resting = outer
+                context.resting, context.arrivals = outer, None
             if self._donates and isinstance(x, Buckets):
                 x.taken_at = number  # even if an error follows
         if self.watch is not None:
@@ -195,6 +201,14 @@ class Step:
             if one.name == name:
                 return one
         return None
+
+    def require_common_steps(self, call: str) -> None:
+        """Raise ValueError, naming the call, if each worker takes its own steps."""
+        if self.own_steps:
+            raise ValueError(
+                f"{call}: all workers would exchange in the same step, and those of {self.name} take their own steps and wait for nobody, "
+                "also if others are lost; leave it out, or use an algorithm whose workers step together, such as stochastic_gradient_push."
+            )
 
     @property
     def num_workers(self) -> int | None:

@@ -92,6 +92,7 @@ class Worker:
         must_equal: tuple[str, ...] = (),
         outer_optimizers: Sequence[Any] = (),
         push_sum: bool = False,
+        own_steps: bool = False,
         schedules: Sequence[Topology] | None = None,
     ) -> Algorithm:
         """Combine an `init` with this step.
@@ -104,6 +105,7 @@ class Worker:
                 `df.with_params`.
             outer_optimizers: further pairs `(init, update)` that take buckets of the parameters.
             push_sum: True if the step mixes with push-sum's weight, so that column-stochastic graphs are right for it.
+            own_steps: True if each worker takes its own steps, and nobody waits.
             schedules: those of which `kit.rests` may be True: of the outer steps. None: `topology`.
         """
         starts_equal, topology = "params" in must_equal, topology or self.topology
@@ -138,6 +140,7 @@ class Worker:
                 Step.of(with_rate),
                 starts_equal=starts_equal,
                 pushes_sum=push_sum,
+                own_steps=own_steps,
                 start=start,
                 schedules=() if self.wants_mix else known,
             ),

@@ -15,13 +15,14 @@ from torch import Tensor
 from decentfn.comm import collectives
 from decentfn.comm.fingerprint import compare, digest, require_equal, require_equal_rows
 from decentfn.core import trees
-from decentfn.core.buckets import Buckets, Plan, counted_once, sum_within_worker
+from decentfn.core.buckets import Buckets, Plan, counted_once, each, sum_within_worker
 from decentfn.core.numbers import checks_numbers, require
 from decentfn.core.stacking import over_workers
 from decentfn.core.trees import PyTree
 from decentfn.errors import ReplicaMismatch
 from decentfn.kit.state import Metrics, State, restarted
 from decentfn.optim.transforms.transform import Averaging
+from decentfn.train.own_steps import memory_of
 
 
 def params(state: Any) -> PyTree:
@@ -118,9 +119,16 @@ def require_sharded_alike(call: str, plan: Plan, *, is_sharded: bool) -> None:
 
 @collectives.calling("df.consensus_mean(state)", of_state=True)
 def consensus_mean(state: Any) -> PyTree:
-    """Return the workers' mean of the parameters as the user's tree; copies, the same on every rank. Collective."""
+    """Return the workers' mean of the parameters as the user's tree; copies, the same on every rank. Collective.
+
+    Of workers on their own clocks it is `Σ w z / Σ w`: exact after `df.settle(state)`.
+    """
     _buckets(state)  # of one run
     x = to_evaluate(state)
+    if (memory := memory_of(state)) is not None:
+        w = memory.weight
+        share = w / _mean(w.view(-1, 1) if w.dim() else w.view(1))
+        x = each(lambda b: (b.double() * (share[:, None] if w.dim() else share)).to(b.dtype), x)
     return trees.map(torch.clone, Buckets([_mean(bucket) for bucket in x], x.plan).tree())
 
 

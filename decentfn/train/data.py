@@ -21,6 +21,7 @@ from decentfn.core import trees
 from decentfn.core.draws import drawing_by, hashed, worker_seed
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import at_least, checks_numbers, require
+from decentfn.train.own_steps import until
 
 __all__ = [
     "BatchSampler",
@@ -33,6 +34,7 @@ __all__ = [
     "seeded",
     "shards",
     "stacked_collate",
+    "until",
     "worker_seed",
 ]
 

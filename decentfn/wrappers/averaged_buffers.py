@@ -47,6 +47,7 @@ def average_buffers(
     require(callable(gamma) or 0 <= gamma <= 1, "average_buffers", rule, gamma=gamma)
     rule = "the buffers are mixed already; once is enough."
     require(not algorithm.step.had("average_buffers"), "average_buffers(average_buffers(algorithm))", rule)
+    algorithm.step.require_common_steps("average_buffers(algorithm)")
     topology = algorithm.topology
     if topology is None:
         raise ValueError(

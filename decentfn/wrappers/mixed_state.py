@@ -50,6 +50,7 @@ def mix_state(algorithm: Algorithm, schedules: Mapping[str, Topology]) -> Algori
     require_bare("mix_state", algorithm)
     rule = 'pass schedules by name, such as {"mu": df.topologies.every(30, topology)}.'
     require(isinstance(schedules, Mapping) and len(schedules) > 0, "mix_state", rule, schedules=schedules)
+    algorithm.step.require_common_steps("mix_state(algorithm, schedules)")
     workers = algorithm.step.num_workers
     for name, topology in schedules.items():
         call = f"mix_state(schedules={{{name!r}: ...}})"

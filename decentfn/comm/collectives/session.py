@@ -114,6 +114,8 @@ class Session:
         """Calls without a wait so far, by number."""
         self.is_running = False
         """True while a step runs; a loss is raised at its end."""
+        self.own_steps = False
+        """True if each rank counts its own steps (`mailbox.Mailbox`), so that their t is not compared."""
         self.rounds: dict[tuple[int, int], Any] = {}
         """Rounds that operators of the running step have found (`lookup.Found`)."""
         self.at = 0

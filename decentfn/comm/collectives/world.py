@@ -46,6 +46,10 @@ class World:
         """Those of other rooms; without them the processes do not change."""
         self.agreed = set[str]()
         """Lines that describe the algorithms of this run, which all processes have compared."""
+        self.mailbox: Any = None
+        """Mail of steps that wait for nobody (`mailbox.Mailbox`), once the `init` of such an algorithm has opened it."""
+        self.budgets = 0
+        """Number of budgets that the ranks have counted together (`df.data.until`)."""
         self.counters: list[Any] = []
         """Active counters of the traffic; see `communication`."""
         self.adopted = self.channels.group
@@ -199,6 +203,8 @@ class World:
 
     def let_go(self) -> None:
         """Release all groups: a group's threads and connections end with the last reference to it."""
+        if self.mailbox is not None:
+            self.mailbox.close()
         self.channels.let_go()
         self.adopt(None)
 

@@ -1,0 +1,208 @@
+"""Operators of workers that wait for nobody: take the mail that has arrived, and offer shares of the own mass.
+
+Arrivals are data, as peers are. On a rank its mailbox says what is there. Under `vmap` a replay says it
+(`context.arrivals`), and the messages of a worker are in a ring of its state; without a replay all workers step at once,
+and each message is taken in the next step. As an operator of all workers (`workers` of them), both work compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from decentfn.comm.collectives.lookup import refuse_size, require_worker_axis
+from decentfn.comm.collectives.mailbox import Mailbox
+from decentfn.comm.collectives.membership import world
+from decentfn.core.buckets import wide
+from decentfn.core.context import context
+from decentfn.core.handles import by_handle
+from decentfn.core.scalars import operator
+from decentfn.timing import Offered, filled_up, shares_of
+from decentfn.topologies import Topology
+from decentfn.torch_private.functorch import with_workers_first
+
+LEAST_MASS = 2.0**-20
+"""A worker that hears nothing keeps this much of its mass, so that it can always divide by it."""
+
+
+class Ring(NamedTuple):
+    """A worker's messages in flight in the simulator, R places of K slots; on ranks R = 0, as the mailbox has them."""
+
+    values: tuple[Tensor, ...]  # [R, D] each, in the dtype of the message
+    shares: Tensor  # [R, K] float64, the mass that goes with them in each slot
+    to: Tensor  # [R, K] int64, the receiver; -1: none
+
+    def with_room(self, places: int) -> Ring:
+        """Return an empty ring of R = `places`, or one for each worker `[N, ...]`."""
+        values = tuple(self._empty(x, places, 0.0) for x in self.values)
+        return Ring(values, self._empty(self.shares, places, 0.0), self._empty(self.to, places, -1))
+
+    @staticmethod
+    def _empty(x: Tensor, places: int, value: float) -> Tensor:
+        return x.new_full((*x.shape[:-2], places, x.shape[-1]), value)
+
+
+def take(own: Sequence[Tensor], ring: Ring, topology: Topology, t: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Take the mail of own step `t`: `Σ share · (values - own)`, wide, `[D]` each, and `Σ share`, 0-d float64."""
+    *sums, mass = _take(list(own), list(ring.values), ring.shares, ring.to, topology.handle, t, 0)
+    return sums, mass
+
+
+def offer(values: Sequence[Tensor], mass: Tensor, ring: Ring, topology: Topology, t: Tensor) -> tuple[Tensor, Ring]:
+    """Offer `values` with shares of `mass`, 0-d float64, in each slot of own step `t`'s round.
+
+    What has no receiver, would wait for the last message to arrive, or would leave less than `LEAST_MASS`, stays.
+    Returns the mass that went out, 0-d float64, and the ring with the message.
+    """
+    slots = topology.slots
+    told = _offer(list(values), mass, topology.handle, t, slots, 0)
+    given, to, place = told[:slots], told[slots:-1].to(torch.int64), told[-1]
+    is_here = torch.arange(ring.to.shape[0], device=place.device) == place
+    boxes = [torch.where(is_here[:, None], x, old) for x, old in zip(values, ring.values, strict=True)]
+    shares = torch.where(is_here[:, None], given, ring.shares)
+    return sum(given.unbind(), torch.zeros_like(mass)), Ring(
+        tuple(boxes), shares, torch.where(is_here[:, None], to, ring.to)
+    )
+
+
+def _mailbox(handle: Tensor, workers: int, what: str) -> tuple[Mailbox | None, Topology]:
+    here, topology = context.step_world or world(), by_handle(handle)
+    if (workers or 1) * here.identity.size != topology.num_workers:
+        refuse_size(here, workers or 1, topology.num_workers, "step(state, batch, t)")
+    if here.identity.size == 1:
+        return None, topology
+    if workers:
+        raise ValueError(
+            f"simulate(step, {workers}): {here.identity.size} processes are running, and a worker that waits for nobody is a process of "
+            "its own; leave df.simulate out, or start one process."
+        )
+    if here.mailbox is None or here.mailbox.topology is not topology:
+        raise RuntimeError(
+            f"{what}: this algorithm has no mailbox here; call its init(params) on every rank, and no other asynchronous algorithm's "
+            "after it."
+        )
+    return here.mailbox, topology
+
+
+# -- take -----------------------------------------------------------------------------------------------------------
+
+
+def _take_kernel(
+    own: list[Tensor], values: list[Tensor], shares: Tensor, to: Tensor, handle: Any, t: Any, workers: int
+) -> list[Tensor]:
+    box, _ = _mailbox(handle, workers, "take")
+    if workers:
+        rows = addressed(to) if context.arrivals is None else context.arrivals.arriving(int(t))
+        return sum_of_mail(own, values, shares, rows)
+    if box is None:
+        return [*(torch.zeros_like(x, dtype=wide(x.dtype)) for x in own), shares.new_zeros(())]
+    *sums, mass = box.take(int(t), own)
+    return [*sums, mass.to(shares.device)]
+
+
+def sum_of_mail(own: Sequence[Tensor], values: Sequence[Tensor], shares: Tensor, rows: Tensor) -> list[Tensor]:
+    """Return what `take` returns of all workers, from their rings `[N, R, D]`, `[N, R, K]`; rows as in `Replay.arriving`."""
+    n, rows = len(shares), rows.to(shares.device)
+    sums = [torch.zeros_like(x, dtype=wide(x.dtype)) for x in own]
+    mass = shares.new_zeros(n)
+    for number in rows.unbind(1):
+        is_there, number = number >= 0, number.clamp(min=0)
+        share = shares.reshape(-1)[number] * is_there
+        for i, x in enumerate(values):
+            message = x.flatten(0, 1).index_select(0, number // max(1, shares.shape[-1]))
+            away = message.to(sums[i].dtype) - own[i]
+            sums[i] += torch.where(is_there[:, None], share[:, None].to(away.dtype) * away, 0.0)
+        mass += share
+    return [*sums, mass]
+
+
+def addressed(to: Tensor) -> Tensor:
+    """Return the numbers of all messages in the rings for each worker, `[N, M]`, ascending."""
+    receivers = to.flatten().tolist()
+    found: list[list[int]] = [[] for _ in range(len(to))]
+    for number, receiver in enumerate(receivers):
+        if receiver >= 0:
+            found[receiver].append(number)
+    return filled_up(found)
+
+
+def _take_vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
+    own, values, shares, to, handle, t, _ = arguments
+    require_worker_axis("take", in_dims[2], in_dims[4:6])
+    n = info.batch_size
+    own, values = (
+        [with_workers_first(x, dim, n) for x, dim in zip(its, dims, strict=True)]
+        for its, dims in ((own, in_dims[0]), (values, in_dims[1]))
+    )
+    shares, to = with_workers_first(shares, in_dims[2], n), with_workers_first(to, in_dims[3], n)
+    return _take(own, values, shares, to, handle, t, n), [0] * (len(values) + 1)
+
+
+_take = operator(
+    "take(Tensor[] own, Tensor[] values, Tensor shares, Tensor to, Tensor topology, Tensor t, int workers) -> Tensor[]",
+    _take_kernel,
+    lambda own, values, shares, *_: [
+        *(torch.empty_like(x, dtype=wide(x.dtype)) for x in own),
+        shares.new_empty(shares.shape[:-2]),
+    ],
+    _take_vmap,
+)
+
+
+# -- offer ----------------------------------------------------------------------------------------------------------
+
+
+def _offer_kernel(values: list[Tensor], mass: Tensor, handle: Tensor, t: Tensor, slots: int, workers: int) -> Tensor:
+    box, topology = _mailbox(handle, workers, "offer")
+    if workers:
+        told = _at_once(topology, int(t), mass) if context.arrivals is None else context.arrivals.offered(int(t))
+        given = told.given.to(mass.device) * mass[:, None]
+        return torch.cat([given, told.to.to(given), told.place[:, None].to(given)], dim=1)
+    told = mass.new_zeros(2 * slots + 1)
+    if box is not None:
+        own = float(mass)
+        shares = [share * own for share in shares_of(topology, int(t))[box.rank].tolist()]
+        went = box.offer(int(t), values, shares, LEAST_MASS, own)
+        told[:slots] = torch.tensor([share * goes for share, goes in zip(shares, went, strict=True)], dtype=told.dtype)
+    return told
+
+
+def _at_once(topology: Topology, t: int, mass: Tensor) -> Offered:
+    """Return what goes out if all workers take step `t` at once, and each message arrives before the next."""
+    given, to = shares_of(topology, t).clone(), topology.round(t).destinations.clone()
+    stays = mass.cpu()
+    for slot in range(topology.slots):
+        share = given[:, slot] * mass.cpu()
+        goes = (to[:, slot] >= 0) & (stays - share >= LEAST_MASS)
+        stays = torch.where(goes, stays - share, stays)
+        given[:, slot] *= goes
+        to[:, slot].masked_fill_(~goes, -1)
+    return Offered(given, to, torch.zeros(len(to), dtype=torch.int64), torch.ones(len(to), dtype=torch.bool))
+
+
+def _offer_vmap(info: Any, in_dims: Any, values: Any, mass: Tensor, handle: Any, t: Any, slots: int, _: int) -> Any:
+    require_worker_axis("offer", in_dims[1], in_dims[2:4])
+    n = info.batch_size
+    values = [with_workers_first(x, dim, n) for x, dim in zip(values, in_dims[0], strict=True)]
+    return _offer(values, with_workers_first(mass, in_dims[1], n), handle, t, slots, n), 0
+
+
+_offer = operator(
+    # K shares that went out, K receivers (ranks: 0, unused), and the place in the ring.
+    "offer(Tensor[] values, Tensor mass, Tensor topology, Tensor t, int slots, int workers) -> Tensor",
+    _offer_kernel,
+    lambda values, mass, handle, t, slots, workers: mass.new_empty((*mass.shape, 2 * slots + 1)),
+    _offer_vmap,
+)
+
+
+have_steps = operator(
+    "have_steps(Tensor token, Tensor t) -> Tensor",
+    lambda token, t: context.arrivals.offered(int(t)).is_active.to(token.device),
+    lambda token, t: token.new_empty((token.shape[0],), dtype=torch.bool),
+    lambda info, in_dims, token, t: (have_steps(token.select(in_dims[0], 0), t), None),
+)
+"""Operator `(token [N, ...], t)` -> `[N]` bool, True for the workers with a step in level t of the replay."""

@@ -1,0 +1,276 @@
+"""Mailbox of a rank whose workers wait for nobody: what has arrived, and what still travels.
+
+gloo's works do not tell whether a message is there (`is_completed()` is False until `wait`), so each neighbor has one
+thread that receives and one that sends. A message is its sender's own step, its share of the sender's mass, and the
+values, as bytes in a buffer that is made once. A receiver holds one message of each sender until it is taken, and another
+one travels at most: then the sender keeps its mass. So memory is bounded, and a slow or stopped rank slows nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decentfn.comm.collectives.channels import close
+from decentfn.comm.collectives.membership import world
+from decentfn.comm.collectives.outside import gather_objects
+from decentfn.comm.collectives.world import World
+from decentfn.core.buckets import wide
+from decentfn.topologies import Topology
+
+_log = logging.getLogger("decentfn")
+_FOREVER = timedelta(days=365)
+_GOODBYE = -1
+"""Step of a sender's last message."""
+_FAREWELL = timedelta(seconds=2)
+
+
+class _Letter:
+    """Buffer of one message, and its parts."""
+
+    def __init__(self, like: Sequence[Tensor], peer: int) -> None:
+        sizes = [8, 8, *(-(-x.nbytes // 8) * 8 for x in like)]
+        self.bytes, self.peer, self.is_full = torch.zeros(sum(sizes), dtype=torch.uint8), peer, False
+        self.is_lost = False
+        step, share, *values = self.bytes.split(sizes)
+        self.step, self.share = step.view(torch.int64), share.view(torch.float64)
+        self.values = [part[: x.nbytes].view(x.dtype) for part, x in zip(values, like, strict=True)]
+
+
+class Mailbox:
+    """Mail of one rank, on the schedule of one algorithm. Collective.
+
+    Args:
+        here: this rank's world, each rank one worker.
+        topology: the schedule, whose round a rank uses by its own step.
+        like: tensors `[D]` of the dtypes and sizes of a message's values.
+    """
+
+    def __init__(self, here: World, topology: Topology, like: Sequence[Tensor]) -> None:
+        self.topology, self.rank = topology, here.identity.rank
+        sources, destinations = _neighbors(topology, self.rank)
+        self._changed = threading.Condition()
+        self._inbox: list[_Letter] = []  # full letters, as they arrived
+        self._in = [_Letter(like, peer) for peer in sources]
+        self._out = {peer: _Letter(like, peer) for peer in destinations}
+        self._is_closed = False
+        self.sent_to, self.taken_from = dict.fromkeys(destinations, 0), dict.fromkeys(sources, 0)
+        """Messages so far, by the other rank."""
+        self.record = Record()
+        self._patience = here.channels.longest_wait
+        channels = here.channels.apart(here.channels.longest_wait)
+        self._group: Any = channels.connected("mailbox", range(here.identity.size))
+        both = [(self._receive, letter) for letter in self._in] + [(self._send, one) for one in self._out.values()]
+        self._threads = [threading.Thread(target=run, args=(letter,), daemon=True) for run, letter in both]
+        for thread in self._threads:
+            thread.start()
+
+    def take(self, step: int, own: Sequence[Tensor], counts: Mapping[int, int] | None = None) -> list[Tensor]:
+        """Return `Σ share · (values - own)` of what has arrived, wide, and `Σ share`, 0-d float64; note it for own step `step`.
+
+        With `counts`, wait for so many messages of each rank since the start, but for those of lost ranks.
+        """
+        sums = [torch.zeros_like(x, dtype=wide(x.dtype)) for x in own]
+        total, messages = torch.zeros((), dtype=torch.float64), list[tuple[int, int]]()
+        while True:
+            if counts is not None:
+                self._wait(lambda: bool(self._inbox) or self._has(counts))
+            with self._changed:
+                letters, self._inbox = self._inbox, []
+            for letter in letters:
+                share = letter.share[0].clone()
+                for x, values, total_of_x in zip(own, letter.values, sums, strict=True):
+                    total_of_x += share.to(total_of_x.dtype) * (values.to(total_of_x) - x)
+                total += share
+                messages.append((letter.peer, int(letter.step)))
+            with self._changed:
+                for letter in letters:
+                    self.taken_from[letter.peer] += 1
+                    letter.is_full = False
+                self._changed.notify_all()
+            if counts is None:
+                self.record.take(step, messages)
+                return [*sums, total]
+            if self._has(counts):
+                self.record.settle(messages)
+                return [*sums, total]
+
+    def offer(
+        self, step: int, values: Sequence[Tensor], shares: Sequence[float], least: float, mass: float
+    ) -> list[bool]:
+        """Hand over a message in each slot of own step `step`, unless its last one travels or too little mass would stay.
+
+        Args:
+            step: own step.
+            values: what each message carries.
+            shares: the mass that goes with it in each slot.
+            least: the mass that must stay here.
+            mass: the mass before.
+
+        Returns:
+            True for the slots whose message went out; in others there is no receiver, or the mass is kept.
+        """
+        went = []
+        for peer, share in zip(self.topology.peers(step).destinations[self.rank], shares, strict=True):
+            letter = self._out.get(peer)
+            goes = letter is not None and mass - share >= least and not (letter.is_full or letter.is_lost)
+            if goes and letter is not None:
+                letter.step.fill_(step)
+                letter.share.fill_(share)
+                for part, x in zip(letter.values, values, strict=True):
+                    part.copy_(x)
+                with self._changed:
+                    letter.is_full = True
+                    self._changed.notify_all()
+                mass -= share
+                self.sent_to[peer] += 1
+            went.append(goes)
+        self.record.send(went)
+        return went
+
+    def wait_for(self, counts: Mapping[int, int]) -> None:
+        """Wait until so many messages of each rank have arrived since the start; none is taken."""
+        self._wait(lambda: self._has(counts, also_full=True))
+
+    def _has(self, counts: Mapping[int, int], *, also_full: bool = False) -> bool:
+        return all(
+            one.is_lost or self.taken_from[one.peer] + (also_full and one.is_full) >= counts[one.peer]
+            for one in self._in
+        )
+
+    def _wait(self, is_there: Callable[[], bool]) -> None:
+        with self._changed:
+            if not self._changed.wait_for(is_there, self._patience.total_seconds()):
+                raise TimeoutError(f"df.settle(state): mail of other ranks did not arrive within {self._patience}.")
+
+    def close(self) -> None:
+        """Say goodbye, and end the threads and connections."""
+        with self._changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._changed.notify_all()
+        end = time.monotonic() + _FAREWELL.total_seconds() + 1
+        for thread in self._threads[len(self._in) :]:
+            thread.join(max(0.0, end - time.monotonic()))
+        close([self._group])
+        for thread in self._threads:
+            thread.join(1.0)
+        self._group = None
+
+    def _receive(self, letter: _Letter) -> None:
+        group = self._group
+        while not self._is_closed:
+            try:
+                group.recv([letter.bytes], letter.peer, 0).wait(_FOREVER)
+            except RuntimeError as error:
+                return self._lose(letter, error)
+            if int(letter.step) == _GOODBYE:
+                return self._lose(letter, None)
+            with self._changed:
+                letter.is_full = True
+                self._inbox.append(letter)
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._is_closed or not letter.is_full)
+
+    def _send(self, letter: _Letter) -> None:
+        group = self._group
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed or letter.is_full)
+                is_last = self._is_closed and not letter.is_full
+            if is_last:
+                letter.step.fill_(_GOODBYE)
+            try:
+                group.send([letter.bytes], letter.peer, 0).wait(_FAREWELL if self._is_closed else _FOREVER)
+            except RuntimeError as error:
+                return self._lose(letter, error)
+            if is_last:
+                return
+            with self._changed:
+                letter.is_full = False
+
+    def _lose(self, letter: _Letter, error: RuntimeError | None) -> None:
+        """Go on without a rank: its mass is gone, and so is what was in flight to it."""
+        with self._changed:
+            its = [one for one in (*self._in, *self._out.values()) if one.peer == letter.peer]
+            is_known = any(one.is_lost for one in its)
+            for one in its:
+                one.is_lost = True
+            self._changed.notify_all()
+        if error is not None and not is_known and not self._is_closed:
+            reason = str(error).strip().splitlines()[0]
+            _log.warning(
+                "rank %d goes on without rank %d, whose connection has ended (%s): it waits for no mail of it, and sends it none; "
+                "the mass of that rank is lost, and nothing else.",
+                self.rank,
+                letter.peer,
+                reason,
+            )
+
+
+class Record:
+    """What a rank took and sent in each of its own steps, since the start or the last settling before them."""
+
+    def __init__(self) -> None:
+        self._since = time.monotonic()
+        self._begin(0)
+
+    def _begin(self, first: int) -> None:
+        self.first, self.is_settled = first, False
+        self.taken: list[list[tuple[int, int]]] = []
+        self.sent: list[list[bool]] = []
+        self.ended: list[float] = []
+
+    def take(self, step: int, messages: list[tuple[int, int]]) -> None:
+        """Note what was taken at the start of a step."""
+        if self.is_settled or not self.sent:
+            self._begin(step)
+        self.taken.append(messages)
+
+    def settle(self, messages: list[tuple[int, int]]) -> None:
+        """Note what was taken after the last step."""
+        if self.is_settled:
+            self._begin(self.first + len(self.sent))
+        self.taken.append(messages)
+        self.is_settled = True
+
+    def send(self, went: Iterable[bool]) -> None:
+        """Note what went out at the end of a step."""
+        self.sent.append(list(went))
+        self.ended.append(round(time.monotonic() - self._since, 6))
+
+
+def open_mailbox(topology: Topology, like: Sequence[Tensor]) -> None:
+    """Open this rank's mailbox for the steps of one algorithm, in place of an earlier one. Collective."""
+    here = world()
+    if here.size == 1:
+        return
+    if here.mailbox is not None:
+        here.mailbox.close()
+    here.mailbox = Mailbox(here, topology, like)
+    here.session.own_steps = True
+
+
+def counts(box: Mailbox, here: World) -> dict[int, int]:
+    """Return how many messages each rank has sent to this one. Collective: no rank takes a step meanwhile."""
+    sent = gather_objects({str(peer): count for peer, count in box.sent_to.items()}, here)
+    return {peer: sent[peer].get(str(box.rank), 0) for peer in box.taken_from}
+
+
+def _neighbors(topology: Topology, rank: int) -> tuple[list[int], list[int]]:
+    """Return the ranks that this one hears, and those that it tells, in any step."""
+    if topology.period is None:  # drawn, so any may come
+        others = [peer for peer in range(topology.num_workers) if peer != rank]
+        return others, others
+    rounds = [topology.peers(t) for t in (*range(topology.start), *(topology.cycle or ()))]
+    hears = {peer for its in rounds for peer in its.sources[rank]}
+    tells = {peer for its in rounds for peer in its.destinations[rank]}
+    return sorted(hears - {-1}), sorted(tells - {-1})

@@ -1,0 +1,90 @@
+"""Replay of a trace: for every level, which messages each worker takes, and what becomes of those that it offers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from decentfn.timing.trace import Event, Trace
+from decentfn.topologies import Topology
+
+
+class Offered(NamedTuple):
+    """Messages of a level, of all N workers; those without a step in it offer nothing."""
+
+    given: Tensor  # [N, K] float64, the share of its mass in each slot, 0 if nothing goes out
+    to: Tensor  # [N, K] int64, the receiver in each slot; -1: nothing goes out
+    place: Tensor  # [N] int64, place in the sender's ring; -1: nobody takes it
+    is_active: Tensor  # [N] bool, True for the workers with a step in this level
+
+
+class Replay:
+    """Levels of a trace as tables. Step `t` of the simulator is level t.
+
+    Args:
+        trace: the trace; `call` is the user's call, for errors.
+        topology: the schedule of the algorithm.
+    """
+
+    def __init__(self, call: str, trace: Trace, topology: Topology) -> None:
+        trace.require_of(call, topology)
+        self.trace, self.topology, self.room = trace, topology, trace.room
+
+    @property
+    def num_levels(self) -> int:
+        """Number of levels."""
+        return len(self.trace.levels)
+
+    def arriving(self, level: int) -> Tensor:
+        """Return the messages that each worker takes, `[N, M]` int64, in their order; -1 fills up.
+
+        A message is its number among those of all rings, `(sender R + place) K + slot`.
+        """
+        taken: list[list[int]] = [[] for _ in range(self.trace.num_workers)]
+        for i, s in self._events(level):
+            taken[i] = [self._number(message, i) for message in self.trace.taken[i][s - self.trace.first[i]]]
+        return filled_up(taken)
+
+    def left(self) -> Tensor:
+        """Return what the workers take when they settle after the last level, as `arriving` does."""
+        taken: list[list[int]] = [[] for _ in range(self.trace.num_workers)]
+        for i, messages in self.trace.settled:
+            taken[i] = [self._number(message, i) for message in messages]
+        return filled_up(taken)
+
+    def offered(self, level: int) -> Offered:
+        """Return what the workers offer in a level."""
+        n, slots = self.trace.num_workers, self.topology.slots
+        given, to = torch.zeros(n, slots, dtype=torch.float64), torch.full((n, slots), -1)
+        place, is_active = torch.full((n,), -1), torch.zeros(n, dtype=torch.bool)
+        for i, s in self._events(level):
+            is_active[i], place[i] = True, self.trace.places.get((i, s), -1)
+            sent = torch.tensor(self.trace.sent[i][s - self.trace.first[i]], dtype=torch.bool)
+            destinations = self.topology.round(s).destinations[i]
+            to[i] = destinations.where(sent, -1)
+            given[i] = shares_of(self.topology, s)[i] * (to[i] >= 0)
+        return Offered(given, to, place, is_active)
+
+    def _events(self, level: int) -> tuple[Event, ...]:
+        if level >= self.num_levels:
+            raise ValueError(f"step(state, batch, t={level}): the trace that is replayed has {self.num_levels} levels.")
+        return self.trace.levels[level]
+
+    def _number(self, message: Event, receiver: int) -> int:
+        sender, s = message
+        slot = self.topology.peers(s).destinations[sender].index(receiver)
+        return (sender * self.room + self.trace.places[message]) * self.topology.slots + slot
+
+
+def shares_of(topology: Topology, s: int) -> Tensor:
+    """Return the share of its mass that each worker offers in each slot of own step `s`, `[N, K]` float64."""
+    rows = topology.rows(s, torch.device("cpu"))
+    return rows[:, rows.shape[1] - topology.slots :]
+
+
+def filled_up(rows: list[list[int]]) -> Tensor:
+    """Return lists of different lengths as `[N, M]` int64, filled up with -1."""
+    most = max(map(len, rows), default=0)
+    return torch.tensor([row + [-1] * (most - len(row)) for row in rows], dtype=torch.int64).view(len(rows), most)

@@ -1,0 +1,194 @@
+"""Runs of workers on their own clocks: their common end, what is in flight, and the trace of what arrived when."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decentfn.algorithms.asynchronous_gradient_push import Memory, with_mail
+from decentfn.comm import collectives
+from decentfn.core import trees
+from decentfn.core.formatting import brief
+from decentfn.core.numbers import checks_numbers, require
+from decentfn.core.stacking import over_workers
+from decentfn.errors import PeerLost
+from decentfn.kit.state import State
+from decentfn.timing import Trace, filled_up, schedule_name
+
+_log = logging.getLogger("decentfn")
+
+
+@checks_numbers
+def until(
+    batches: Iterable[Any],
+    *,
+    seconds: float | None = None,
+    steps: int | None = None,
+    samples: int | None = None,
+    start: int = 0,
+) -> Iterator[tuple[int, Any]]:
+    """Yield `(t, batch)` of this worker's own steps until all workers together have used up a budget.
+
+    Steps and samples are counted over all workers, in torch's store: one request per step, and nobody waits for another.
+    When the budget is used up, each worker ends after the step that it is in. Call it on every rank.
+
+    Args:
+        batches: this worker's batches, endless or long enough; if a worker's end, so does its loop, and the others go on.
+        seconds: time since the first worker's first step here, > 0.
+        steps: own steps of all workers together, >= 1.
+        samples: rows of their batches' first tensors, >= 1.
+        start: the first t of this worker.
+
+    Raises:
+        ValueError: not exactly one budget.
+        df.errors.PeerLost: the store has ended, with the process that holds it.
+
+    >>> list(until("abcdef", steps=3, start=7))
+    [(7, 'a'), (8, 'b'), (9, 'c')]
+    """
+    given = {name: value for name, value in (("seconds", seconds), ("steps", steps), ("samples", samples)) if value}
+    require(
+        len(given) == 1, "until", "pass one of them, greater than 0.", seconds=seconds, steps=steps, samples=samples
+    )
+    require(start >= 0, "until", "a step, >= 0.", start=start)
+    [(kind, most)] = given.items()
+    require(most > 0, "until", "a budget is greater than 0.", **given)
+    return _until(batches, kind, most, start)
+
+
+def _until(batches: Iterable[Any], kind: str, most: float, start: int) -> Iterator[tuple[int, Any]]:
+    here = collectives.world()
+    add = _counter(here)
+    since = time.monotonic()
+    for t, batch in enumerate(batches, start):
+        if kind == "seconds":
+            used = most * (add(int(time.monotonic() - since >= most)) > 0)
+        else:
+            amount = 1 if kind == "steps" else _rows(batch)
+            used = add(amount) - amount
+        if used >= most:
+            return
+        yield t, batch
+
+
+def _counter(here: collectives.World) -> Any:
+    """Return a function that adds to a number that all ranks share, and returns it."""
+    if here.size == 1:
+        total = [0]
+
+        def add_here(amount: int) -> int:
+            total[0] += amount
+            return total[0]
+
+        return add_here
+    here.budgets += 1  # all ranks make the same ones in the same order
+    key, store = f"decentfn budget {here.budgets}", here.store
+
+    def add(amount: int) -> int:
+        try:
+            return store.add(key, amount)
+        except RuntimeError as error:
+            raise PeerLost(
+                f"df.data.until: the store in which the workers count has ended ({error}); the state is complete, and so is its last "
+                "step.",
+                process=here.rank,
+            ) from error
+
+    return add
+
+
+def _rows(batch: Any) -> int:
+    first = next((leaf for leaf in trees.leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), None)
+    if first is None:
+        raise ValueError(
+            f"until(samples=...): the batch {brief(batch)} has no tensor whose rows could be counted; use steps=."
+        )
+    return len(first)
+
+
+def _memory(call: str, state: Any) -> Memory:
+    found = memory_of(state)
+    if found is None:
+        raise ValueError(
+            f"{call}: no messages are in flight between steps of this state; only df.asynchronous_gradient_push has such."
+        )
+    return found
+
+
+def memory_of(state: Any) -> Memory | None:
+    """Return the memory of a worker on its own clock, also within a wrapper's; None for other states."""
+    found = list[Memory]()
+    trees.map_nodes(Memory, lambda node: found.append(node) or node, getattr(state, "memory", ()))
+    return found[0] if found else None
+
+
+@collectives.calling("df.settle(state)")
+def settle(state: State, *, arrivals: Trace | None = None) -> State:
+    """Return the state in which this worker has taken all mail in flight. Collective; copies.
+
+    After it `Σ w z / Σ w`, which is what `df.consensus_mean` computes, is exact: nothing is in flight. All ranks call it
+    between two steps, and wait until the mail of all has arrived. Needed before checkpoints, `df.with_params`, `df.resize`,
+    and any mean over the workers.
+
+    Args:
+        state: from `df.asynchronous_gradient_push`, of one worker or stacked.
+        arrivals: of a stacked state that replays a trace: that trace, which says in which order what is left was taken.
+
+    Raises:
+        ValueError: a state of another algorithm.
+    """
+    memory = _memory("settle(state)", state)
+    weight, ring = memory
+    if weight.dim():
+        rows = collectives.addressed(ring.to) if arrivals is None else _left(ring, arrivals)
+        *sums, mass = collectives.sum_of_mail(list(state.params), ring.values, ring.shares, rows)
+        x, total = over_workers(with_mail, len(weight), state.params, weight, sums, mass)
+    else:
+        here = collectives.world()
+        if here.size == 1:
+            return trees.map(torch.clone, state)
+        if (box := here.mailbox) is None:
+            raise ValueError(
+                "settle(state): there is no mailbox here; call the algorithm's init(params) on every rank."
+            )
+        *sums, mass = box.take(0, list(state.params), collectives.counts(box, here))
+        x, total = with_mail(state.params, weight, sums, mass.to(weight.device))
+    new = Memory(total, ring.with_room(ring.to.shape[-2]))
+    settled = trees.map(
+        torch.clone, state._replace(params=x, memory=trees.map_nodes(Memory, lambda _: new, state.memory))
+    )
+    settled.params.taken_at = state.params.taken_at  # the run goes on
+    return settled
+
+
+def _left(ring: collectives.Ring, arrivals: Trace) -> Tensor:
+    taken: list[list[int]] = [[] for _ in ring.to]
+    for i, messages in arrivals.settled:
+        for j, s in messages:
+            place = arrivals.places[j, s]
+            slot = ring.to[j, place].tolist().index(i)
+            taken[i].append((j * ring.to.shape[1] + place) * ring.to.shape[2] + slot)
+    return filled_up(taken)
+
+
+@collectives.calling("df.trace()")
+def trace() -> Trace:
+    """Return the trace of all ranks since `init`, or since the last `df.settle` before the last steps. Collective.
+
+    `df.simulate(step, N, arrivals=trace)` replays it.
+
+    Raises:
+        ValueError: no asynchronous steps are running here.
+    """
+    here = collectives.world()
+    if (box := here.mailbox) is None:
+        raise ValueError("trace(): no mailbox is open; call it on ranks that step with df.asynchronous_gradient_push.")
+    record = box.record
+    everyone = collectives.gather_objects([record.first, record.taken, record.sent, record.ended], here)
+    first, taken, sent, ended = zip(*everyone, strict=True)
+    return Trace(schedule_name(box.topology), here.size, taken, sent, ended, first)

@@ -1,0 +1,166 @@
+"""Workers that wait for nobody: laws of their mass, and runs of ranks that the simulator repeats bit for bit."""
+
+import random
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import decentfn as df
+from decentfn.testing import on_ranks
+from tests.timing.traces import random_trace, replayed
+
+N = 4
+ONE_PEER = df.topology("one-peer-exp", N)
+DIRECTED = df.topology("one-peer-exp-directed", N)
+
+
+def loss_fn(params, batch):
+    return sum(((p - batch) ** 2).sum() for p in params.values()) / 2
+
+
+def nothing(params, batch):
+    return 0.0 * sum(p.sum() for p in params.values())
+
+
+def starts(dtype=torch.float64):
+    draw = torch.Generator().manual_seed(0)
+    return [{name: torch.randn(3, generator=draw, dtype=dtype) for name in "ab"} for _ in range(N)]
+
+
+def batch(i, k):
+    return torch.tensor(float(i) + 0.01 * k, dtype=torch.float64)
+
+
+def mass(state):
+    """Σ w z by leaf, float64, and Σ w."""
+    w = state.memory.weight
+    return [(w[:, None] * bucket.double()).sum(0) for bucket in state.params], w.sum()
+
+
+def sums(values):
+    return [torch.stack([value[name] for value in values]).double().sum(0) for name in values[0]]
+
+
+def leaves(state, i):
+    return [bucket[i] for bucket in state.params]
+
+
+# -- laws ---------------------------------------------------------------------------------------------------------------
+
+
+def conserves(topology, seed, events, dtype, **options):
+    trace = random_trace(topology, events, seed, rates=[4, 2, 1, 1])
+    algorithm = df.asynchronous_gradient_push(nothing, df.sgd(0.1), topology, bucket_mb=1e-9, **options)
+    own = starts(dtype)
+    state = df.settle(replayed(algorithm, trace, own, batch), arrivals=trace)
+    found, weight = mass(state)
+    assert abs(float(weight) - N) < 1e-12
+    near = {torch.float64: 1e-12, torch.float32: 3e-7 * events**0.5}[dtype]
+    for total, expected in zip(found, sums(own), strict=True):
+        torch.testing.assert_close(total, expected, atol=near, rtol=0)
+    return state
+
+
+@given(st.integers(0, 100), st.sampled_from([ONE_PEER, DIRECTED, df.topology("static-exp", N)]))
+def test_mass_is_conserved_whatever_is_late(seed, topology):
+    conserves(topology, seed, 60, torch.float64)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_mass_is_conserved_over_ten_thousand_events(dtype):
+    conserves(ONE_PEER, 0, 10_000, dtype)
+
+
+def test_what_a_narrow_wire_rounds_stays_with_the_sender():
+    conserves(ONE_PEER, 1, 200, torch.float32, wire_dtype=torch.bfloat16)
+
+
+def test_without_gradients_all_reach_the_mean():
+    state = conserves(DIRECTED, 2, 600, torch.float64)
+    for bucket, total in zip(state.params, sums(starts()), strict=True):
+        torch.testing.assert_close(bucket, (total / N).expand_as(bucket), atol=1e-9, rtol=0)
+
+
+def test_equal_workers_stay_equal_bit_for_bit():
+    trace = random_trace(ONE_PEER, 100, 3)
+    own = [starts()[0]] * N
+    state = replayed(df.asynchronous_gradient_push(nothing, df.sgd(0.1), ONE_PEER), trace, own, batch)
+    for name, value in state.params.tree().items():
+        assert torch.equal(value, torch.stack([start[name] for start in own]))
+
+
+def test_equal_clocks_and_instant_links_are_stochastic_gradient_push():
+    """Bit for bit on numbers whose sums are exact; the order of a sum differs, as what is given away cannot wait."""
+    whole = [{"a": torch.tensor([float(16 * i), 8.0], dtype=torch.float64)} for i in range(N)]
+
+    def run(make, settled):
+        init, step = make(loss_fn, df.sgd(0.5, momentum=0.5), ONE_PEER)
+        state, step = df.stack(init(whole[0]), N), df.simulate(step, N)
+        state = df.with_params(state, {"a": torch.stack([start["a"] for start in whole])})
+        for t in range(8):
+            state, _ = step(state, torch.arange(float(N), dtype=torch.float64) * 4, t)
+        return (df.settle(state) if settled else state).params[0]
+
+    assert torch.equal(run(df.asynchronous_gradient_push, True), run(df.stochastic_gradient_push, False))
+
+
+def test_fast_workers_do_not_count_more():
+    """Rates 4, 1, 1, 1: r_i w_i become equal, so the fixed point is near the plain mean; Σ r f has it at 1.29."""
+    topology, rates = df.topology("random-matching", N), [4, 1, 1, 1]
+    trace = random_trace(topology, 4000, 0, rates=rates, late=0.2, kept=0.0)
+    optima = torch.tensor([0.0, 1.0, 5.0, 3.0], dtype=torch.float64)
+    algorithm = df.asynchronous_gradient_push(loss_fn, df.sgd(0.01), topology)
+    start = {"a": torch.full((1,), 2.25, dtype=torch.float64)}
+    state = replayed(algorithm, trace, [start] * N, lambda i, k: optima[i])
+    assert abs(float(df.consensus_mean(df.settle(state, arrivals=trace))["a"]) - 2.25) < 0.15
+
+
+# -- ranks, and their replay --------------------------------------------------------------------------------------------
+
+
+def program(rank, topology, steps, pause, every):
+    """A rank with steps of random length; rank 3 is slow at times."""
+    algorithm = df.asynchronous_gradient_push(loss_fn, df.adam(0.05), topology, every=every)
+    state, draw = algorithm.init(starts()[rank]), random.Random(rank)
+    for k, one in df.data.until((batch(rank, k) for k in range(10**9)), steps=steps):
+        state, _ = algorithm.step(state, one, k)
+        slow = 3 if rank == 3 and k // 20 % 2 else 1
+        time.sleep(pause * slow * draw.random())
+    ended = state
+    settled = df.settle(state)
+    trace = df.trace()
+    return ended, settled, trace, df.consensus_mean(settled)
+
+
+def assert_replayed(topology, steps, pause, every=1):
+    out = on_ranks(N, program, topology, steps, pause, every)
+    trace = out[0][2]
+    assert sum(trace.num_steps) in range(steps, steps + N)
+    algorithm = df.asynchronous_gradient_push(loss_fn, df.adam(0.05), topology, every=every)
+    state = replayed(algorithm, trace, starts(), batch)
+    settled = df.settle(state, arrivals=trace)
+    for i, (ended, its, *_) in enumerate(out):
+        for got, one in ((state, ended), (settled, its)):
+            assert all(map(torch.equal, leaves(got, i), one.params))
+            assert torch.equal(got.memory.weight[i], one.memory.weight)
+    assert abs(float(settled.memory.weight.sum()) - N) < 1e-12
+    for name, value in df.consensus_mean(settled).items():
+        torch.testing.assert_close(out[0][3][name], value, atol=1e-14, rtol=0)
+    compiled = replayed(algorithm, trace, starts(), batch, compiled="aot_eager")
+    for got, one in zip(compiled.params, state.params, strict=True):
+        moved = max((one - 0).abs().max(), 1.0)
+        assert (got - one).abs().max() <= 1e-5 * moved
+
+
+@pytest.mark.parametrize(("topology", "every"), [(ONE_PEER, 1), (df.topology("static-exp", N), 2)])
+def test_a_run_of_ranks_is_replayed_bit_for_bit(topology, every):
+    assert_replayed(topology, 120, 0.002, every)
+
+
+@pytest.mark.thorough
+def test_a_long_run_with_a_rank_that_is_slow_at_times_is_replayed_bit_for_bit():
+    assert_replayed(ONE_PEER, 4 * 300, 0.004)

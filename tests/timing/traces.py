@@ -1,0 +1,45 @@
+"""Random traces, and runs of a trace in the simulator."""
+
+import random
+
+import torch
+
+import decentfn as df
+from decentfn.timing import Trace, schedule_name
+
+
+def random_trace(topology, events, seed, rates=None, late=0.5, kept=0.2):
+    """Workers step at random by their rates; a message is as late as the draws say, and some mass stays at its sender."""
+    draw, n = random.Random(seed), topology.num_workers
+    mail = [[] for _ in range(n)]
+    taken, sent, ended = ([[] for _ in range(n)] for _ in range(3))
+    for now in range(events):
+        [i] = draw.choices(range(n), rates)
+        here = [message for message in mail[i] if draw.random() >= late]
+        mail[i] = [message for message in mail[i] if message not in here]
+        k = len(sent[i])
+        went = [j >= 0 and draw.random() >= kept for j in topology.peers(k).destinations[i]]
+        for goes, j in zip(went, topology.peers(k).destinations[i], strict=True):
+            if goes:
+                mail[j].append((i, k))
+        taken[i].append(here)
+        sent[i].append(went)
+        ended[i].append(float(now))
+    return Trace(schedule_name(topology), n, [its + [rest] for its, rest in zip(taken, mail, strict=True)], sent, ended)
+
+
+def replayed(algorithm, trace, starts, batches, *, compiled=None):
+    """The stacked state after a trace, before it settles; `batches(i, k)` is worker i's batch of own step k."""
+    init, step = algorithm
+    n = trace.num_workers
+    state = df.stack(init(starts[0]), n, arrivals=trace)
+    state = df.with_params(state, {name: torch.stack([start[name] for start in starts]) for name in starts[0]})
+    step = df.simulate(step, n, arrivals=trace)
+    if compiled is not None:
+        step = df.compile(step, backend=compiled)
+    own = list(trace.first)
+    for level, events in enumerate(trace.levels):
+        for i, k in events:
+            own[i] = k
+        state, _ = step(state, torch.stack([batches(i, k) for i, k in enumerate(own)]), level)
+    return state
