@@ -14,6 +14,7 @@ except ModuleNotFoundError as error:
 
 from decentfn.cli.doctor import doctor
 from decentfn.cli.lab import lab
+from decentfn.cli.links import links
 from decentfn.cli.planning import plan
 from decentfn.cli.topologies import simulate, topologies, topology
 
@@ -24,7 +25,7 @@ def run(arguments: Sequence[str]) -> None:
     Raises:
         SystemExit: with status 2 after a user's mistake, 1 if `doctor` found a fault.
     """
-    commands = {f.__name__: f for f in (topology, topologies, plan, simulate, doctor, lab)}
+    commands = {f.__name__: f for f in (topology, topologies, plan, simulate, doctor, links, lab)}
     try:
         tyro.extras.subcommand_cli_from_dict(commands, prog="decentfn", args=list(arguments) or ["--help"])
         sys.stdout.flush()

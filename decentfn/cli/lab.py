@@ -183,7 +183,8 @@ def _start(command: Sequence[str], rank: int, hosts: Sequence[int], local: int) 
     place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % local, "LOCAL_WORLD_SIZE": local}
     meeting = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": 29500, "GLOO_SOCKET_IFNAME": "eth0", _MARK: os.getpid()}
     own = {name: str(value) for name, value in (place | meeting).items()}
-    environment = {"OMP_NUM_THREADS": "1"} | os.environ | own
+    # One thread per rank, as torchrun does; and no warnings that 10.77.0.1 has no name.
+    environment = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"} | os.environ | own
     return subprocess.Popen(command, env=environment, preexec_fn=enter, process_group=0, stdin=subprocess.DEVNULL)
 
 

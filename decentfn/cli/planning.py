@@ -10,17 +10,19 @@ import torch
 from tyro.conf import arg
 
 from decentfn.cli.tables import show
+from decentfn.core.numbers import require
 from decentfn.planning import Cluster, Link, Prediction
 from decentfn.planning import plan as planned
 from decentfn.plots.links import step_times
 
 
 def plan(
-    num_workers: Annotated[int, arg(aliases=["-n"])],
+    num_workers: Annotated[int | None, arg(aliases=["-n"])] = None,
     *,
     parameters: float,
     compute_ms: float,
-    gbit: float,
+    gbit: float | None = None,
+    links: Path | None = None,
     latency_ms: float = 0.1,
     inside_gbit: float | None = None,
     workers_per_node: int = 1,
@@ -40,6 +42,7 @@ def plan(
         parameters: number of parameters, such as 1e9; they are float32.
         compute_ms: forward and backward pass and update of a worker, without messages.
         gbit: rate of a node's interface, Gbit/s.
+        links: file of `decentfn links`, in place of the numbers of workers, nodes and links.
         latency_ms: time of an empty message between nodes.
         inside_gbit: rate of a process's link inside its node, Gbit/s; needed where a node has several processes.
         workers_per_node: L; 1 if a worker is a node.
@@ -50,18 +53,20 @@ def plan(
         json: print JSON: predictions of all methods, the recommended one, and the reason.
         plot: draw step times against the rate of the nodes' interfaces into this file.
     """
-    if inside_gbit is None and max(workers_per_node, processes_per_worker) > 1:
+    if links is not None:
+        given = {"num_workers": num_workers, "gbit": gbit, "inside_gbit": inside_gbit}
+        require(set(given.values()) == {None}, "plan", "--links has these numbers; leave them out.", **given)
+        cluster = Cluster.measured(links, processes_per_worker)
+    elif num_workers is None or gbit is None:
+        raise ValueError("plan: add --num-workers and --gbit, or --links links.json, which `decentfn links` writes.")
+    elif inside_gbit is None and max(workers_per_node, processes_per_worker) > 1:
         raise ValueError(
             f"plan --workers-per-node {workers_per_node} --processes-per-worker {processes_per_worker}: a node has several "
             "processes; add --inside-gbit, the rate of a process's link to the others of its node, such as 400."
         )
-    cluster = Cluster(
-        num_workers,
-        Link(gbit, latency_ms),
-        None if inside_gbit is None else Link(inside_gbit, 0.01),
-        workers_per_node,
-        processes_per_worker,
-    )
+    else:
+        inside = None if inside_gbit is None else Link(inside_gbit, 0.01)
+        cluster = Cluster(num_workers, Link(gbit, latency_ms), inside, workers_per_node, processes_per_worker)
     options = {"compute_seconds": compute_ms / 1e3, "wire_dtype": getattr(torch, wire), "sent": sent}
     made = planned(cluster, round(parameters), inner_steps=inner_steps, **options)
     if json:

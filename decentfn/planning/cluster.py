@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 from decentfn.core.numbers import require, whole_number
 
@@ -61,6 +63,33 @@ class Cluster:
         require(self.num_workers % self.workers_per_node == 0, "Cluster", rule, **sizes)
         is_one = self.workers_per_node == self.processes_per_worker == 1
         require(is_one or self.inside is not None, "Cluster", "several processes of a node need `inside`, a Link.")
+
+    @classmethod
+    def measured(cls, path: str | Path, processes_per_worker: int = 1) -> Cluster:
+        """Return the cluster of a file of `decentfn links`. Of unequal links it has the slowest, since schedules use all nodes.
+
+        Raises:
+            ValueError: it is no such file; nodes have unequal numbers of processes, which these workers do not divide.
+        """
+        try:
+            found = json.loads(Path(path).read_text())
+            pairs, of_node = found["pairs"], [len(node["ranks"]) for node in found["nodes"]]
+            classes = ([pair for pair in pairs if pair["between"] == between] for between in (True, False))
+            links = [
+                Link(min(pair["mbit"] for pair in its) / 1e3, max(pair["latency_ms"] for pair in its)) if its else None
+                for its in classes
+            ]
+        except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(
+                f"Cluster.measured({str(path)!r}): expected a file that `decentfn links` wrote ({error!r})."
+            ) from error
+        rule = "nodes have equally many processes, of whole workers."
+        is_right = len(set(of_node)) == 1 and of_node[0] % processes_per_worker == 0
+        require(
+            is_right, "Cluster.measured", rule, processes_of_nodes=of_node, processes_per_worker=processes_per_worker
+        )
+        local = of_node[0] // processes_per_worker
+        return cls(local * len(of_node), links[0] or Link(1e3), links[1], local, processes_per_worker)
 
     @property
     def nodes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -62,7 +63,13 @@ def _begun(here: World, what: str, x: Tensor, processes: int | None = None) -> I
                 step=session.at,
                 peer=rank,
             )
+        since = time.monotonic()
         yield group
+        for counted in here.counters:  # rings: a sum passes twice
+            share = round((size - 1) / size * x.nbytes) * (1 if processes is None else 2)
+            counted.within_worker.bytes_sent += share
+            counted.within_worker.bytes_received += share
+            counted.within_worker.seconds_waited += time.monotonic() - since
     except RunError:
         raise
     except RuntimeError as error:

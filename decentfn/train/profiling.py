@@ -1,8 +1,39 @@
-"""Profiling of steps: communication counters.
+"""Profiling of steps: communication counters, and their comparison with a plan.
 
 `torch.profiler` shows this library's ranges (`docs/profiling.md` lists them), which cost nothing without a profiler.
 """
 
-from decentfn.comm.collectives import Communication, communication
+from decentfn.comm.collectives import Communication, Traffic, communication
+from decentfn.planning import Prediction
 
-__all__ = ["Communication", "communication"]
+__all__ = ["Communication", "Traffic", "communication", "compare"]
+
+
+def compare(planned: Prediction, counted: Communication, *, steps: int, seconds: float) -> str:
+    """Return a table of a plan beside what a process measured in this many steps and seconds, per step.
+
+    The plan's bytes between nodes are those of a whole node, in its busier direction; of several processes, add their counts.
+
+    >>> import decentfn as df
+    >>> four = df.planning.Cluster(4, df.planning.Link(gbit_per_s=1))
+    >>> planned = df.plan(four, 10_000_000, compute_seconds=0.1).recommended
+    >>> counted = df.profiling.Communication()  # of `with df.profiling.communication() as counted`
+    >>> print(df.profiling.compare(planned, counted, steps=10, seconds=3.6))
+    per step          planned  measured
+    step ms             344.2       360
+    of it waiting ms        -         0
+    MB between nodes       40         0
+    MB inside nodes         0         0
+    """
+    inside = [counted.inside, counted.within_worker]
+    rows = {
+        "step ms": (planned.seconds * 1e3, seconds * 1e3),
+        "MB between nodes": (
+            planned.between / 1e6,
+            max(counted.between.bytes_sent, counted.between.bytes_received) / 1e6,
+        ),
+        "MB inside nodes": (planned.inside / 1e6, sum(max(c.bytes_sent, c.bytes_received) for c in inside) / 1e6),
+    }
+    lines = [f"{name:16} {of_plan:8.4g} {of_run / steps:9.4g}" for name, (of_plan, of_run) in rows.items()]
+    waited = f"{'of it waiting ms':16} {'-':>8} {counted.seconds_waited * 1e3 / steps:9.4g}"
+    return "\n".join([f"{'per step':16} {'planned':>8} {'measured':>9}", lines[0], waited, *lines[1:]])

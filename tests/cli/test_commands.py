@@ -89,7 +89,7 @@ def test_a_mistake_is_one_line_and_status_2(capsys, arguments, words):
 def test_an_unknown_command_is_refused_with_the_commands(capsys):
     with pytest.raises(SystemExit) as end:
         cli.run(["doctr"])
-    assert end.value.code == 2 and {"doctr", "doctor"} <= set(capsys.readouterr().err.split())
+    assert end.value.code == 2 and {"doctr", "doctor"} <= set(re.findall(r"\w+", capsys.readouterr().err))
 
 
 def test_a_pipe_gets_tabs_and_a_file_the_picture(capsys, tmp_path):

@@ -138,6 +138,49 @@ def test_a_rank_that_fails_ends_the_others_and_is_named():
     assert (lab.returncode, said) == (1, "decentfn lab: rank 1 ended with status 7.\n")
 
 
+COUNTED = """
+import json, pathlib, time, torch
+import torch.distributed as dist
+import decentfn as df
+here = df.init()
+topology = df.topology("static-exp", here.size)
+init, step = df.adapt_while_communicate(lambda x, batch: (x * batch).sum(), df.sgd(0.1), topology)
+state = init(torch.ones(250_000))
+of_kernel = [pathlib.Path("/sys/class/net/eth0/statistics", f"{way}_bytes") for way in ("tx", "rx")]
+state, _ = step(state, torch.ones(250_000), 0)
+dist.barrier()
+before = [int(path.read_text()) for path in of_kernel]
+dist.barrier()
+with df.profiling.communication() as counted:
+    for t in range(1, 9):
+        state, _ = step(state, torch.ones(250_000), t)
+dist.barrier()
+after = [int(path.read_text()) for path in of_kernel]
+both = [counted.between.bytes_sent, counted.between.bytes_received, counted.inside.bytes_sent]
+everyone = [None] * here.size
+dist.all_gather_object(everyone, (both, [b - a for a, b in zip(before, after)]))
+if here.rank == 0:
+    print(json.dumps({"all": everyone}))
+"""
+
+
+@needs_hosts
+@pytest.mark.thorough
+@pytest.mark.parametrize("local", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_bytes_between_nodes_are_those_of_the_kernels_counters(local):
+    said, _ = start("-n", "4", "--ranks-per-host", str(local), program=[sys.executable, "-c", COUNTED]).communicate(
+        timeout=120
+    )
+    ranks = facts(said)["all"]
+    for host in range(4):
+        its = ranks[host * local : (host + 1) * local]
+        for way in (0, 1):
+            counted = sum(both[way] for both, _ in its)
+            of_kernel = its[0][1][way]
+            assert counted and of_kernel == pytest.approx(counted, rel=0.03), (host, way)
+    assert all((both[2] > 0) == (local > 1) for both, _ in ranks)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

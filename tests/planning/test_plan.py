@@ -48,6 +48,34 @@ def test_ranks_send_the_bytes_of_the_plan(name, n):
     assert max(sent) == pytest.approx(busiest, rel=0.5 if name == "base" else 0.01)  # base: not always the same worker
 
 
+@pytest.mark.parametrize("name", ["static-ring", "static-exp", "complete", "hierarchical"])
+def test_bytes_by_class_of_link_are_those_of_the_plan(name, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    made, numel = df.topology(name, 4, **({"local_world_size": 2} if name == "hierarchical" else {})), 1200
+
+    def count(rank):
+        init, step = df.adapt_while_communicate(lambda x, batch: (x * batch).sum(), df.sgd(0.1), made)
+        state = init(torch.full((numel,), float(rank)))
+        with df.profiling.communication() as counted:
+            for t in range(made.period):
+                state, _ = step(state, torch.ones(numel), t)
+        return counted
+
+    counts = on_ranks(4, count)
+    cluster = Cluster(4, Link(1), Link(1), workers_per_node=2)
+    planned = of(df.plan(cluster, numel, compute_seconds=1, topologies=[made]), "adapt_while_communicate")
+    for first in (0, 2):
+        node = counts[first : first + 2]
+        assert sum(c.between.bytes_sent for c in node) == pytest.approx(planned.between * made.period)
+        assert max(c.inside.bytes_sent for c in node) == pytest.approx(planned.inside * made.period)
+    for c in counts:
+        for field in ("messages", "bytes_sent", "bytes_received", "seconds_waited"):
+            assert getattr(c, field) == pytest.approx(getattr(c.between, field) + getattr(c.inside, field))
+    table = df.profiling.compare(planned, counts[0], steps=made.period, seconds=2.0)
+    busier = max(counts[0].between.bytes_sent, counts[0].between.bytes_received) / made.period / 1e6
+    assert table.splitlines()[3].split()[-1] == f"{busier:.4g}"
+
+
 def test_compressing_ranks_send_the_bytes_of_the_plan():
     made, numel = df.topology("complete", 3), 1200
     compressor, sent = df.compressors.top_k(0.25), 0.25 * (4 + 2) / 4  # float32 values, and places below 2^16

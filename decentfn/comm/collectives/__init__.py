@@ -18,7 +18,7 @@ from decentfn.comm.collectives.membership import (
     use,
     world,
 )
-from decentfn.comm.collectives.messages import Communication, communication, cut_short, whole_step
+from decentfn.comm.collectives.messages import Communication, Traffic, communication, cut_short, whole_step
 from decentfn.comm.collectives.operators import Flight, after, exchange, group_mean, make_groups, wait
 from decentfn.comm.collectives.outside import (
     attempt,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -42,3 +43,8 @@ class Identity:
     def process(self) -> int:
         """Index of this process within its worker, from 0."""
         return self.processes[self.rank] % self.processes_per_worker
+
+    def is_inside(self, rank: int) -> bool:
+        """Return True if a rank of this world is on this process's node: torchrun's LOCAL_WORLD_SIZE, else all are."""
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", 2**31))
+        return self.processes[rank] // local == self.processes[self.rank] // local

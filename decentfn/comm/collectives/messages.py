@@ -7,15 +7,16 @@ raises.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from decentfn.comm.collectives.identity import Identity
 from decentfn.comm.collectives.membership import world
 from decentfn.comm.collectives.reports import different_steps, has_timed_out, report
 from decentfn.comm.collectives.session import Call, Lost, Part, Session
@@ -157,9 +158,10 @@ def send(here: World, call: Call, peers: Peers, x: Tensor, slots: int) -> None:
         except RuntimeError as error:
             lose(here, call, error, *call.parts[index][2:])
     for counted in here.counters:
-        counted.messages += len(sends)
-        counted.bytes_sent += sum(part.tensor.nbytes for part in sends)
-        counted.bytes_received += sum(part.tensor.nbytes for part in receives)
+        for part in sends:
+            counted.add(here.identity, [part.rank], messages=1, bytes_sent=part.tensor.nbytes)
+        for part in receives:
+            counted.add(here.identity, [part.rank], bytes_received=part.tensor.nbytes)
 
 
 def reduce(here: World, call: Call, x: Tensor, own: Tensor | None, ranks: list[int]) -> None:
@@ -183,15 +185,15 @@ def reduce(here: World, call: Call, x: Tensor, own: Tensor | None, ranks: list[i
         return lose(here, call, error, call.parts[0].rank)
     if other is not None:
         return lose(here, call, different_steps(here, call, call.step, *other), other[0])
-    share = round(2 * len(others) / len(ranks) * x.nbytes)
-    for counted in here.counters:
-        counted.bytes_sent += share
-        counted.bytes_received += share
+    share, place = round(2 * len(others) / len(ranks) * x.nbytes), ranks.index(here.identity.rank)
+    for counted in here.counters:  # in a ring
+        counted.add(here.identity, [ranks[(place + 1) % len(ranks)]], bytes_sent=share)
+        counted.add(here.identity, [ranks[place - 1]], bytes_received=share)
 
 
 def land(here: World, call: Call) -> bool:
     """Wait for all of a call and return True if it arrived; if not, this worker's own payload replaces each message."""
-    session, since = here.session, time.monotonic()
+    session, since, met = here.session, time.monotonic(), [here.identity.rank]
     on_gpu = bool(call.parts) and call.parts[0].tensor.device.type != "cpu"  # where only the stream waits
     with record_function(f"decentfn::wait {call.what} {call.index}"):
         one_by_one = len(call.works) == len(call.parts)  # else the backend has combined them
@@ -205,11 +207,17 @@ def land(here: World, call: Call) -> bool:
                     work.wait(here.channels.longest_wait)
             except RuntimeError as error:
                 lose(here, call, error, *(call.parts[index][2:] if one_by_one else ()))
+            if here.counters:
+                peer, now = call.parts[index].rank if one_by_one else None, time.monotonic()
+                others = call.hears if call.what == "group_mean" else [part.rank for part in call.parts]
+                met = others if peer is None else [peer]
+                for counted in here.counters:
+                    counted.add(here.identity, met, seconds_waited=now - since)
+                since = now
     for hook in here.hooks:
         hook.wait_on_gpu(call.works)
-    waited = time.monotonic() - since
     for counted in here.counters:
-        counted.seconds_waited += waited
+        counted.add(here.identity, met, seconds_waited=time.monotonic() - since)
     if call.lost is not None:
         for part in call.parts:
             if part.own is not None:
@@ -222,8 +230,8 @@ def land(here: World, call: Call) -> bool:
 
 
 @dataclass
-class Communication:
-    """Traffic of one process with others inside steps; messages between its own workers are not counted."""
+class Traffic:
+    """Traffic of one process."""
 
     messages: int = 0
     """Messages sent, one per bucket and neighbor; a mean over a group does not count."""
@@ -234,6 +242,29 @@ class Communication:
     seconds_waited: float = 0.0
     """Time that this process was blocked by a missing message: the communication that no computation hides.
     On a GPU the stream waits and the process does not, so it is about 0."""
+
+
+@dataclass
+class Communication(Traffic):
+    """Traffic of one process with other workers inside steps; messages between its own workers are not counted.
+
+    It is the sum of `between` and `inside`, the classes of links that a plan has. A group's mean is a ring's, in the order of
+    ranks.
+    """
+
+    between: Traffic = field(default_factory=Traffic, repr=False)
+    """Part to and from other nodes: those of torchrun, which sets LOCAL_WORLD_SIZE."""
+    inside: Traffic = field(default_factory=Traffic, repr=False)
+    """Part to and from other workers of its node."""
+    within_worker: Traffic = field(default_factory=Traffic, repr=False)
+    """Traffic with the other processes of its worker, in addition; without PyTorch's own, such as the gathers of FSDP2."""
+
+    def add(self, here: Identity, ranks: Sequence[int], **numbers: float) -> None:
+        """Add to the totals, and to the class of this process's links to these ranks."""
+        is_inside = all(map(here.is_inside, ranks))
+        for traffic in (self, self.inside if is_inside else self.between):
+            for name, number in numbers.items():
+                setattr(traffic, name, getattr(traffic, name) + number)
 
 
 @contextmanager

@@ -1,0 +1,178 @@
+"""Measured links are those of the lab, what is wrong with them is named, and a plan reads them."""
+
+import json
+import subprocess
+import sys
+from copy import deepcopy
+from statistics import median
+
+import pytest
+
+from decentfn import cli
+from decentfn.cli.links import findings
+from decentfn.planning import Cluster, Link
+from tests.hosts import LAB, hosts, needs_hosts  # noqa: F401
+
+SETTINGS = [  # rates, Mbit/s, and delays, ms, of four hosts, of which one is different
+    ([50, 50, 50, 20], [0, 0, 0, 0]),
+    ([200, 100, 200, 200], [5, 5, 5, 5]),
+    ([100, 100, 100, 100], [10, 10, 40, 10]),
+    ([1000, 1000, 1000, 250], [0, 0, 0, 10]),
+]
+
+
+@needs_hosts
+@pytest.mark.thorough
+@pytest.mark.parametrize(("mbit", "delay_ms"), SETTINGS[:1])
+def test_measured_links_are_those_of_the_lab(mbit, delay_ms, tmp_path):
+    check(mbit, delay_ms, tmp_path / "links.json")
+
+
+@needs_hosts
+@pytest.mark.slow
+@pytest.mark.parametrize(("mbit", "delay_ms"), SETTINGS[1:])
+def test_other_links_are_those_of_the_lab(mbit, delay_ms, tmp_path):
+    check(mbit, delay_ms, tmp_path / "links.json")
+
+
+def check(mbit, delay_ms, path):
+    words = ["-n", "4", "--mbit", *map(str, mbit), "--delay-ms", *map(str, delay_ms)]
+    done = subprocess.run(
+        [*LAB, *words, "--", sys.executable, "-m", "decentfn", "links", "--out", path],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())
+    assert [node["name"] for node in found["nodes"]] == ["host0", "host1", "host2", "host3"] and len(
+        found["pairs"]
+    ) == 12
+    of_limit = [pair["mbit"] / min(mbit[pair["from"]], mbit[pair["to"]]) for pair in found["pairs"]]
+    assert median(of_limit) == pytest.approx(1, rel=0.05) and of_limit == pytest.approx([1] * 12, rel=0.15), of_limit
+    for pair in found["pairs"]:
+        i, j = pair["from"], pair["to"]
+        # One machine runs all hosts and other tests, so an empty message may take a few ms longer; it never takes less.
+        wanted = (delay_ms[i] + delay_ms[j]) / 2
+        assert wanted < pair["latency_ms"] < 1.1 * wanted + 4, pair
+    odd = next(i for i in range(4) if [*mbit, *delay_ms].count(mbit[i]) == 1 or delay_ms.count(delay_ms[i]) == 1)
+    assert any(line.startswith(f"host{odd}") for line in found["findings"]), found["findings"]
+    assert not any(line.startswith(f"host{i} ") for i in range(4) if i != odd for line in found["findings"])
+    assert Cluster.measured(path).between.gbit_per_s == pytest.approx(min(mbit) / 1e3, rel=0.15)
+
+
+def four_hosts():
+    nodes = [
+        {"name": f"host{i}", "interface": "eth0", "ranks": [i], "mtu": 1500, "nominal_mbit": 1000, "is_bridge": False}
+        for i in range(4)
+    ]
+    numbers = {"between": True, "mbit": 940.0, "mbit_one_stream": 930.0, "latency_ms": 0.2, "latency_99_ms": 0.4}
+    pairs = [{"from": i, "to": j} | numbers for i in range(4) for j in range(4) if i != j]
+    return {"backend": "gloo", "nodes": nodes, "pairs": pairs, "all_reduce_ms": 1.0, "exchange_ms": 1.0}
+
+
+def with_pairs(change):
+    found = four_hosts()
+    for pair in found["pairs"]:
+        change(pair)
+    return found
+
+
+def with_node(**facts):
+    found = four_hosts()
+    found["nodes"][2] |= facts
+    return found
+
+
+def slow_host(pair):
+    pair["mbit"] = pair["mbit_one_stream"] = 500 if 2 in (pair["from"], pair["to"]) else 940
+
+
+def slow_sender(pair):
+    pair["mbit"] = pair["mbit_one_stream"] = 600 if pair["from"] == 2 else 940
+
+
+def far_host(pair):
+    pair["latency_ms"] = 30.2 if 2 in (pair["from"], pair["to"]) else 0.2
+
+
+def slow_way(pair):
+    pair["mbit"] = pair["mbit_one_stream"] = 300 if (pair["from"], pair["to"]) == (2, 1) else 940
+
+
+def small_windows(pair):
+    pair["latency_ms"], pair["mbit_one_stream"] = 40, 300
+
+
+def limited(pair):
+    pair["mbit"] = pair["mbit_one_stream"] = 300
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (with_pairs(slow_host), ["host2 (eth0): its link is slow, 500 Mbit/s, that of others 940."]),
+        (with_pairs(slow_sender), ["host2 (eth0): it sends at 600 Mbit/s and receives at 940;"]),
+        (with_pairs(far_host), ["host2: messages from and to it take 30.0 ms more than others';"]),
+        (with_pairs(slow_way), ["host2 to host1: 300 Mbit/s, though both are faster with others;"]),
+        (with_pairs(small_windows), ["one connection gets 300 of 940 Mbit/s from host", "larger than 9.4 MB"]),
+        (with_pairs(limited), [f"host{i} (eth0): 300 Mbit/s of nominally 1000;" for i in range(4)]),
+        (
+            with_node(interface="lo"),
+            ["host2 (lo): this interface does not lead to other nodes; set GLOO_SOCKET_IFNAME"],
+        ),
+        (with_node(is_bridge=True, interface="docker0"), ["host2 (docker0): this interface does not lead to other"]),
+        (with_node(mtu=1400), ["host2 (eth0): frames have at most 1400 bytes;"]),
+        (with_node(nominal_mbit=10_000), ["host2 (eth0): 940 Mbit/s of nominally 10000;"]),
+        (four_hosts(), []),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_named_and_nothing_else(found, words):
+    lines = list(findings(found))
+    assert len(lines) == len([word for word in words if not word.startswith("larger")]), lines
+    for word in words:
+        assert any(word in line for line in lines), lines
+
+
+def test_a_plan_takes_the_slowest_of_measured_links(tmp_path, capsys):
+    path, found = tmp_path / "links.json", with_pairs(slow_host)
+    path.write_text(json.dumps(found))
+    assert Cluster.measured(path) == Cluster(4, Link(0.5, 0.2))
+    arguments = ["plan", "--parameters", "1e7", "--compute-ms", "100"]
+    cli.run([*arguments, "--links", str(path), "--json"])
+    from_file = json.loads(capsys.readouterr().out)
+    cli.run([*arguments, "-n", "4", "--gbit", "0.5", "--latency-ms", "0.2", "--json"])
+    assert from_file == json.loads(capsys.readouterr().out)
+    two = deepcopy(found)
+    two["nodes"] = [node | {"ranks": [2 * i, 2 * i + 1]} for i, node in enumerate(two["nodes"])]
+    two["pairs"].append(two["pairs"][0] | {"between": False, "mbit": 9000.0, "latency_ms": 0.05})
+    path.write_text(json.dumps(two))
+    assert Cluster.measured(path) == Cluster(8, Link(0.5, 0.2), Link(9, 0.05), 2)
+    assert Cluster.measured(path, 2) == Cluster(4, Link(0.5, 0.2), Link(9, 0.05), 1, 2)
+    with pytest.raises(ValueError, match="nodes have equally many processes, of whole workers"):
+        Cluster.measured(path, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["links"], "links(processes=1): it measures between processes; start it by torchrun, or by"),
+        (["plan", "--parameters", "9", "--compute-ms", "9"], "plan: add --num-workers and --gbit, or --links"),
+        (
+            ["plan", "--parameters", "9", "--compute-ms", "9", "--links", "no.json"],
+            "No such file or directory: 'no.json'",
+        ),
+        (
+            ["plan", "--parameters", "9", "--compute-ms", "9", "--links", __file__],
+            "expected a file that `decentfn links`",
+        ),
+        (["plan", "--parameters", "9", "--compute-ms", "9", "--links", "x", "--gbit", "1"], "leave them out"),
+    ],
+)
+def test_a_mistake_with_links_is_one_line(arguments, words, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.run(arguments)
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1
