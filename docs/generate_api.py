@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import decentfn as df
-from decentfn.compat import ddp, decent_dp
+from decentfn.compat import decent_dp
 
 ROOMS: list[tuple[str, str, ModuleType]] = [
     ("df.topologies", "Topologies", df.topologies),
@@ -27,7 +27,6 @@ ROOMS: list[tuple[str, str, ModuleType]] = [
     ("df.kit", "Building blocks of an algorithm", df.kit),
     ("df.testing", "Checks of your own parts", df.testing),
     ("df.plots", "Plots", df.plots),
-    ("decentfn.compat.ddp", "Coming from DistributedDataParallel", ddp),
     ("decentfn.compat.decent_dp", "Coming from Decent-DP", decent_dp),
 ]
 

@@ -90,7 +90,7 @@ def test_a_step_by_autograd_that_is_not_compiled_imports_no_compiler():
 
 def test_what_needs_an_extra_names_it(alone):
     _, others, refused = alone
-    assert {"hypothesis", "pytest", "tyro", "sklearn"} <= set(others) and "decentfn.testing.strategies" in refused
+    assert {"hypothesis", "pytest", "tyro", "sklearn"} <= set(others) and "decentfn.cli" in refused
     assert all("pip install 'decentfn[" in said for said in refused.values()), refused
 
 

@@ -272,7 +272,6 @@ def module_state():
     return df.adapt_while_communicate(loss, df.sgd(0.1), ONE).init(params, buffers)
 
 
-WRAPPED = {f"module._orig_mod.{name}": x for name, x in NET.state_dict().items()}
 STATE = trained()
 MODULE = df.functional(NET, nn.functional.mse_loss)
 ARRAYS = (np.ones((4, 3, 2), np.float32), np.zeros((4, 3, 2), np.float32))
@@ -377,13 +376,6 @@ CASES = {
         lambda: df.state_dict(NET, STATE),
         r"tensors are \['w'\], the module's parameters \['bias', 'weight'\]; pass the module of df\.functional",
         lambda: df.state_dict(NET, module_state()),
-    ),
-    "names of two wrappers": (
-        lambda: df.load_state_dict(NET, module_state(), WRAPPED),
-        r"name\.removeprefix\('module\._orig_mod\.'\)",
-        lambda: df.load_state_dict(
-            NET, module_state(), {name.removeprefix("module._orig_mod."): x for name, x in WRAPPED.items()}
-        ),
     ),
     "a topology without its name": (
         lambda: df.register_topology(lambda num_workers: RING),

@@ -5,8 +5,8 @@
     check_transform(lambda: my_optimizer(1e-3))
     check_compressor(my_compressor())
 
-`hostile(algorithm, 3, "nan")` makes a worker send garbage, or what a function says. `on_ranks(4, function)` runs a function on four gloo ranks, threads of this process. `decentfn.testing.strategies`,
-which needs hypothesis, draws trees of parameters, matrices and schedules.
+`hostile(algorithm, 3, "nan")` makes a worker send garbage, or what a function says. `on_ranks(4, function)` runs a function on four gloo ranks,
+threads of this process.
 """
 
 from decentfn.testing.algorithms import PROMISES, check_algorithm, try_promise

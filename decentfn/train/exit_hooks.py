@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
+import ctypes
 import os
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 from types import TracebackType
@@ -15,9 +14,8 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from decentfn.errors import ExchangeTimeout, PeerLost
 
-_log = logging.getLogger("decentfn")
-
 _PAUSE_S = 1.0
+_PR_SET_PDEATHSIG = 1
 
 
 def report_root_cause() -> None:
@@ -42,16 +40,6 @@ def report_root_cause() -> None:
 
 
 def end_with_agent() -> None:
-    """From here on, if the parent process ends, this one gets SIGTERM, and later SIGKILL, as torchrun would send them."""
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(_PAUSE_S)
-        _log.error("torchrun has ended; this process ends too")
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30)))  # as long as torchrun waits
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        threading.Thread(target=watch, name="decentfn agent watch", daemon=True).start()
+    """From here on, if torchrun, the parent process, ends, the kernel sends SIGTERM to this one (Linux)."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

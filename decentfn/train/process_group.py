@@ -57,7 +57,7 @@ def init(
     """Set up the process group that torchrun describes: NCCL if every process has its own GPU, else gloo.
 
     Without torchrun there is one process and no group. Repeated calls are harmless. Processes restarted by torchrun
-    find each other despite stale entries in its store (`docs/restarts.md`). If torchrun itself is killed, they end. On
+    find each other despite stale entries in its store (`docs/restarts.md`). If torchrun itself is killed, they end (Linux). On
     the CPU the process also keeps the memory that it frees (docs/performance.md).
 
     Args:

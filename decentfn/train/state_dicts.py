@@ -26,8 +26,8 @@ from decentfn.train.consensus import (
 )
 from decentfn.train.together import together
 
-_WRAPPERS = {"module.": "DistributedDataParallel or DataParallel", "_orig_mod.": "torch.compile(module)"}
-"""Prefixes of names, and the wrappers that put them there."""
+_WRAPPED = "module."
+"""What DistributedDataParallel and DataParallel put before every name."""
 
 
 @checks_numbers
@@ -80,12 +80,13 @@ def load_state_dict(module: nn.Module, state: State, state_dict: Mapping[str, An
     Args:
         module: the module of `df.functional`; it is not changed, except by its own `set_extra_state`.
         state: the state of one worker.
-        state_dict: the result of `module.state_dict()` or `df.state_dict(module, state)`. If a worker is several
-            processes, its process 0 sends its own to the others, tensor by tensor (collective), which may pass `{}`.
-            Values of `get_extra_state` are then ignored.
+        state_dict: the result of `module.state_dict()` or `df.state_dict(module, state)`, or of the module in
+            DistributedDataParallel, whose `module.` before every name is dropped. If a worker is several processes, its
+            process 0 sends its own to the others, tensor by tensor (collective), which may pass `{}`. Values of
+            `get_extra_state` are then ignored.
 
     Raises:
-        ValueError: a stacked state; names with a wrapper's prefix; a plain module with a state of a sharded one.
+        ValueError: a stacked state; a plain module with a state of a sharded one.
         RuntimeError: PyTorch's, if names or shapes do not fit; on every process of the worker.
     """
     if is_stacked(state):
@@ -124,20 +125,17 @@ def _named(call: str, module: nn.Module, x: Any, b: Any) -> dict[str, Tensor]:
 
 
 def _with_every_name(module: nn.Module, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state dict with the module's own names: compiled or not, and a tied tensor under each of its names."""
+    """Return a state dict with the module's own names: without a wrapper's prefix, and a tied tensor under each name."""
     if not isinstance(given, Mapping):
         return given  # which load_state_dict refuses, on every process
+    own = {without_compiled(name): (name, x) for name, x in module.state_dict(keep_vars=True).items()}
     plain = {without_compiled(name): x for name, x in given.items()}
-    named: dict[str, Any] = {}
-    of_tensor: dict[int, Any] = {}
-    own = module.state_dict(keep_vars=True)
-    for name, x in own.items():
-        if (key := without_compiled(name)) in plain:
-            named[name] = of_tensor[id(x)] = plain.pop(key)
-    if named:  # else another wrapper's names, see `_require_no_prefix`
-        tied = {n: of_tensor[id(x)] for n, x in own.items() if id(x) in of_tensor}
-        return tied | named | plain
-    return given
+    while plain and not plain.keys() & own.keys() and all(name.startswith(_WRAPPED) for name in plain):
+        plain = {name.removeprefix(_WRAPPED): x for name, x in plain.items()}
+    of_tensor = {id(x): plain[key] for key, (_, x) in own.items() if key in plain}
+    known = {key: its for key, its in own.items() if key in plain or id(its[1]) in of_tensor}
+    named = {name: plain.pop(key, of_tensor.get(id(x))) for key, (name, x) in known.items()}
+    return named | plain
 
 
 def without_compiled(name: str) -> str:
@@ -145,24 +143,7 @@ def without_compiled(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
-def _require_no_prefix(own: Mapping[str, Any], state_dict: Mapping[str, Any]) -> None:
-    names, prefix = list(state_dict), ""
-    while names and any(name not in own for name in names):
-        found = [part for part in _WRAPPERS if all(name.startswith(part) for name in names)]
-        if not found:
-            break
-        prefix += found[0]
-        names = [name.removeprefix(found[0]) for name in names]
-    if prefix:
-        wrappers = " around ".join(wrapper for part, wrapper in _WRAPPERS.items() if part in prefix)
-        raise ValueError(
-            f"load_state_dict(module, state, state_dict): all names begin with {prefix!r}, as those of {wrappers}; pass "
-            f"{{name.removeprefix({prefix!r}): x for name, x in state_dict.items()}}."
-        )
-
-
 def _load(module: nn.Module, tensors: dict[str, Tensor], state_dict: Mapping[str, Any]) -> None:
-    _require_no_prefix(module.state_dict(), state_dict)
     with torch.no_grad(), lock_of_module(module), weights(entries_of(module), _without_criterion(module, tensors)):
         module.load_state_dict(state_dict, strict=True)
 
@@ -188,7 +169,6 @@ def _shards(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Tenso
 
 
 def _require_fit(module: nn.Module, own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    _require_no_prefix(own, given)
     shapes = [{k: list(x.shape) for k, x in named.items() if isinstance(x, torch.Tensor)} for named in (own, given)]
     wrong = [name for name in shapes[0] if name in given and shapes[0][name] != shapes[1].get(name)]
     found = [

@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.nn.parallel import DistributedDataParallel
 
 import decentfn as df
-from decentfn.compat.ddp import add_module_prefix, strip_module_prefix
 from decentfn.core import trees
 
 pytestmark = pytest.mark.thorough
@@ -69,7 +69,7 @@ def with_decentfn(name, backend):
 def test_all_reduce_is_ddp_with_batch_norm_and_accumulation(ranks, name, backend):
     theirs, ours = ranks(4).run(with_ddp, name), ranks(4).run(with_decentfn, name, backend)
     for ddp, mine in zip(theirs, ours, strict=True):
-        ddp = strip_module_prefix(ddp)
+        consume_prefix_in_state_dict_if_present(ddp, "module.")
         assert ddp.keys() == mine.keys()
         for leaf, value in ddp.items():
             torch.testing.assert_close(mine[leaf], value, atol=1e-5, rtol=1e-5, msg=lambda m, leaf=leaf: f"{leaf}: {m}")
@@ -110,14 +110,6 @@ def test_parameters_unused_on_some_workers_or_in_some_steps_are_averaged_all_the
         state, _ = step(state, (torch.rand(4, 3), use), t)
     torch.testing.assert_close(df.consensus_mean(state)["c"], mean)
     assert df.params(state)["c"].std(0).max() < 0.02 and (df.consensus_mean(state)["b"] < 1).all()
-
-
-def test_module_prefixes_are_stripped_and_added():
-    names = model().state_dict()
-    assert strip_module_prefix(add_module_prefix(names)) == dict(names)
-    assert strip_module_prefix(names) == dict(names)
-    with pytest.raises(ValueError, match="'module.a' begins with 'module.', 'b' does not"):
-        strip_module_prefix({"module.a": 1, "b": 2})
 
 
 def start_unequal():

@@ -2,16 +2,14 @@
 
 import pytest
 import torch
-from hypothesis import given
 
 import decentfn as df
 from decentfn import kit, testing
 from decentfn.comm import collectives
 from decentfn.core import trees
-from decentfn.core.buckets import flatten
 from decentfn.kit import Metrics, State, Worker, add, collect
 from decentfn.optim.transforms import Transform
-from decentfn.testing import PROMISES, strategies
+from decentfn.testing import PROMISES
 from decentfn.testing.subjects import Run, ranks
 
 pytestmark = pytest.mark.thorough
@@ -172,14 +170,3 @@ def test_a_topology_whose_weights_do_not_sum_to_one_is_found():
     object.__setattr__(good, "weights", good.weights * 0.99)
     with pytest.raises(AssertionError, match="sum to 1"):
         testing.check_topology(good)
-
-
-@given(strategies.topologies())
-def test_every_drawn_topology_passes(topology):
-    testing.check_topology(topology)
-
-
-@given(strategies.buckets())
-def test_drawn_buckets_give_their_trees_again(buckets):
-    again = flatten(buckets.tree())
-    assert trees.leaves(trees.map(torch.equal, again.tree(), buckets.tree())).count(False) == 0

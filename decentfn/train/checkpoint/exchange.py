@@ -16,11 +16,9 @@ from decentfn.core.formatting import brief
 from decentfn.errors import CheckpointCorrupt
 from decentfn.kit.state import State
 from decentfn.train.checkpoint import files
-from decentfn.train.checkpoint.layout import DTYPES, EXPORTED, encoded
+from decentfn.train.checkpoint.layout import DTYPES, encoded
 from decentfn.train.state_dicts import state_dict, without_compiled
 from decentfn.train.together import as_path, on_first
-
-_PREFIX = "module."
 
 
 @collectives.calling("df.checkpoint.export(path, module, state)", of_state=True)
@@ -47,7 +45,7 @@ def export(path: str | Path, module: nn.Module, state: State) -> None:
 
 
 def import_(path: str | Path) -> dict[str, Tensor]:
-    """Read a state dict from a safetensors file; drop a `module.` before all names, unless `export` wrote the file.
+    """Read a state dict from a safetensors file.
 
     Tied tensors come back under each name that the file's metadata have, as `export` and `save_model` write them.
 
@@ -71,8 +69,6 @@ def import_(path: str | Path) -> dict[str, Tensor]:
                 "PyTorch's `load(path, weights_only=True)` returns, or the state dict in it."
             ) from error
         raise CheckpointCorrupt(f"{path}: {error}; write it again.") from error
-    if named and EXPORTED not in about and all(name.startswith(_PREFIX) for name in named):
-        return {name.removeprefix(_PREFIX): x for name, x in named.items()}
     return named
 
 
