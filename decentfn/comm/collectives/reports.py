@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Callable
 
-from decentfn.comm.collectives.session import Call, Lost, Note
+from decentfn.comm.collectives.session import Call, FailureNote, Lost
 from decentfn.comm.collectives.world import World
 from decentfn.errors import ExchangeTimeout, PeerLost, RunError, StepMismatch
 
@@ -88,7 +88,7 @@ def named_outside(here: World, call: str, error: RuntimeError, *, listens: bool)
     )
 
 
-def _heard(here: World, is_enough: Callable[[dict[int, Note]], object]) -> dict[int, Note]:
+def _heard(here: World, is_enough: Callable[[dict[int, FailureNote]], object]) -> dict[int, FailureNote]:
     """Return the others' notes; wait for them briefly, until they are enough."""
     end = time.monotonic() + _PATIENCE_S * here.loss_is_final
     while (
@@ -100,7 +100,7 @@ def _heard(here: World, is_enough: Callable[[dict[int, Note]], object]) -> dict[
     return notes
 
 
-def _dead(lost: Lost, notes: dict[int, Note]) -> set[int | None]:
+def _dead(lost: Lost, notes: dict[int, FailureNote]) -> set[int | None]:
     """Return the ranks with broken connections: they post no more notes, while late ones still may."""
     broken = {note.peer for note in notes.values() if not note.timed_out}
     return broken if has_timed_out(lost.error) else broken | {lost.peer}
@@ -109,7 +109,7 @@ def _dead(lost: Lost, notes: dict[int, Note]) -> set[int | None]:
 def _named(here: World, lost: Lost) -> RunError:
     call, session, others = lost.call, here.session, set(range(here.size)) - {here.rank}
 
-    def at_other_steps(notes: dict[int, Note]) -> list[tuple[int, int, int]]:
+    def at_other_steps(notes: dict[int, FailureNote]) -> list[tuple[int, int, int]]:
         return [found for note in notes.values() if (found := session.different(note)) is not None]
 
     notes = _heard(here, lambda notes: at_other_steps(notes) or others <= notes.keys() | _dead(lost, notes))
@@ -133,7 +133,7 @@ def _named(here: World, lost: Lost) -> RunError:
     )
 
 
-def _blamed(here: World, lost: Lost, notes: dict[int, Note]) -> tuple[int | None, str]:
+def _blamed(here: World, lost: Lost, notes: dict[int, FailureNote]) -> tuple[int | None, str]:
     """Return the rank to blame, if known, and a sentence: in a chain of ranks that lost one another, the silent one."""
     for note in notes.values():
         if note.outside:
