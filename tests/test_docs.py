@@ -86,8 +86,8 @@ SAID = [  # of each message that the page quotes, what stands between its names 
     " a process did not start, or uses another store: where nodes come and go, start torchrun with",
     "replicas must start equal: `params, buffers = df.broadcast((params, buffers))` before init",
     "; every rank must call the step with the same t",
-    " is later than the timeout of df.init (",
-    " has died, or has left",
+    " exceeded the timeout of df.init (",
+    " exited",
 ]
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.comm.gossip.compressed import everyone, post_compressed, sum_compressed
+from decentfn.comm.gossip.compressed import all_to_all, post_compressed, sum_compressed
 from decentfn.compressors import Compressor, dct_top_k
 from decentfn.core.trees import PyTree
 from decentfn.topologies import Topology
@@ -74,7 +74,7 @@ def demo(
     rate = kit.as_input("demo", "learning_rate", learning_rate)
     if not 0 <= decay < 1:
         raise ValueError(f"demo(decay={decay}): κ is in [0, 1); the paper uses 0.999.")
-    others = everyone(topology.num_workers)
+    others = all_to_all(topology.num_workers)
 
     def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         theta, (delta,) = state.params, state.memory

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from decentfn import kit
 from decentfn.algorithms.outer import after_steps, local_steps, progress
-from decentfn.comm.gossip.compressed import everyone, post_compressed, sum_compressed
+from decentfn.comm.gossip.compressed import all_to_all, post_compressed, sum_compressed
 from decentfn.compressors import Compressor, chunk_top_k
 from decentfn.topologies import Topology
 
@@ -76,7 +76,7 @@ def sparse_loco(
     kit.require_whole("sparse_loco", inner_steps=inner_steps)
     kit.require_positive("sparse_loco", outer_learning_rate=outer_learning_rate)
     kit.require_fractions("sparse_loco", decay=decay)
-    schedule = after_steps(inner_steps, everyone(topology.num_workers))
+    schedule = after_steps(inner_steps, all_to_all(topology.num_workers))
     rate = kit.as_input("sparse_loco", "outer_learning_rate", outer_learning_rate)
     kept = kit.as_input("sparse_loco", "decay", decay)
 

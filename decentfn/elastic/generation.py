@@ -130,7 +130,7 @@ class Generation(Hooks):
         """Raise PeerLost, without a wait, if others do not make this call, because of a loss."""
         session, why = self.world.session, None
         if self.missed == session.at and not session.is_running:
-            why = "that step was repeated after a loss: others had ended it before, and made their calls after it then"
+            why = "that step was repeated after a loss: other ranks already made this call"
         if session.cut_short is not None:
             why = f"{session.cut_short[0]} has lost a process"
         if why is not None:

@@ -41,15 +41,15 @@ def survive(step: Step | Callable[..., Any], *, patience: timedelta = timedelta(
     """Return a step that goes on without the workers that are lost: no restart, and nothing is compiled again.
 
     When a worker dies, or is later than the timeout of `df.init`, the others agree in the store on who is left and on
-    the last step that all of them ended. They connect anew, and continue from the states in memory with
+    the last step that all of them ended. They reconnect, and continue from the states in memory with
     `topology.without(lost)`, in the form that the compiled step expects. They repeat at most one step, within this
     call. `world.rank`, `world.num_workers` and `world.worker` change; `world.place` does not. Processes that `join` are
     admitted between two steps, in the same way.
 
-    A worker's parameters, optimizer, buffers and memory of the run stay as they are; its memory of other workers starts
-    anew (`docs/surviving.md`). It reads on in its own data. Call it on every rank with the same arguments.
+    A worker's parameters, optimizer, buffers and memory of the run stay as they are; its memory of other workers is
+    reset (`docs/surviving.md`). Each worker keeps its data shard. Call it on every rank with the same arguments.
 
-    On GPUs it has not yet been run. There NCCL's communicators are aborted and made anew, and a step ends once the GPU
+    On GPUs it has not yet been run. There NCCL's communicators are aborted and made again, and a step ends once the GPU
     has its messages.
 
     Args:
@@ -91,7 +91,7 @@ def join(step: Step, state: Any, batch: PyTree) -> tuple[Any, int]:
     """Enter a run whose step survives: wait until the others admit this process, between two of their steps.
 
     In a process of `df.init(join=True)`; in any other it does nothing. First it takes a step alone, to compile it. The
-    state is then that of the lowest worker, bit for bit, but that memory of other workers starts anew on all, as after
+    state is then that of the lowest worker, bit for bit, but that memory of other workers is reset on all, as after
     a loss. `world.place` is that of a lost worker, if there is one, and else a new one.
 
     Args:

@@ -107,7 +107,7 @@ def replayed(
         batch = trees.plain(batch)
         given, structure = trees.flatten(batch)
         other = next((x for x in given if not isinstance(x, Tensor)), None)
-        rule = "a batch of a graph holds tensors only, as another value would not be read again."
+        rule = "a batch of a graph holds tensors only, as another value is frozen into the graph."
         require(other is None, _CALL, rule, batch=other)
         form = [structure, bool(context.resting), *((x.shape, x.dtype) for x in given)]
         recording = next((recording for its_form, recording in known if its_form == form), None)

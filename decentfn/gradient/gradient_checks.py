@@ -38,8 +38,8 @@ def no_other_weights(loss: Tensor) -> Iterator[None]:
         raise RuntimeError(
             f"df.autograd(loss_fn): the gradient is one of a module's own parameters, of shapes {brief([list(x.shape) for x in others])}, "
             "which are not those that the loss was given. A torch.func.functional_call holds the given ones in the forward pass only, "
-            "and activation checkpointing computes anew in the backward pass: make the loss with df.functional(module, criterion), "
-            "or forward=..., which holds them until it is over. Parameters that the loss alone refers to belong into params. Freeze "
+            "and activation checkpointing computes again in the backward pass: make the loss with df.functional(module, criterion), "
+            "or forward=..., which holds them until it is over. Parameters that the loss alone refers to belong in params. Freeze "
             "what is not trained, with requires_grad_(False)."
         )
 

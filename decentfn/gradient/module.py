@@ -49,7 +49,7 @@ class ModuleLoss:
         self.network = network
         """The module, or a module of it and a criterion with parameters."""
         self._call = f"df.functional({type(module).__name__})"
-        self._prefix = "module." if isinstance(network, _Pair) else ""
+        self._prefix = "module." if isinstance(network, _WithCriterion) else ""
         self._shapes = _shapes(params), _shapes(buffers)
         self.param_attributes = {name: vars(x) for name, x in params.items()}
         self._trained = _trained(network)
@@ -293,7 +293,7 @@ class ShardedLoss(ModuleLoss):
 _OF_CRITERION = "criterion."
 
 
-class _Pair(nn.Module):
+class _WithCriterion(nn.Module):
     """Module and criterion with parameters, as one module."""
 
     def __init__(self, module: nn.Module, criterion: nn.Module) -> None:
@@ -357,7 +357,7 @@ def functional(
     common, tp_size = sharded.require_parts(module) if is_sharded else (frozenset(), 1)
     call, network = f"functional({type(module).__name__})", module
     if isinstance(criterion, nn.Module) and any(p.requires_grad for p in criterion.parameters()):
-        network = _Pair(module, criterion)
+        network = _WithCriterion(module, criterion)
     of_pair = f"functional({type(module).__name__}, criterion={brief(criterion)})"
     rule = (
         "the criterion has parameters, and the module is sharded; make the criterion a submodule of it before it is "

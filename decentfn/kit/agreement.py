@@ -26,7 +26,7 @@ P = ParamSpec("P")
 
 _RULE = (
     "nothing mixes frozen parameters and constant buffers, so replicas must start with equal ones: "
-    "`params, buffers = df.broadcast((params, buffers))` before init. A worker's own numbers belong into its batches"
+    "`params, buffers = df.broadcast((params, buffers))` before init. A worker's own numbers belong in its batches"
 )
 
 

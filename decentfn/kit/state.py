@@ -62,8 +62,8 @@ def restarted(memory: Any, x: Buckets) -> Any:
     method = getattr(memory, "restart", None)
     if method is None:
         raise ValueError(
-            f"with_params, resize: the state's memory, a {type(memory).__name__}, does not say what becomes of it; give its "
-            "class a method restart(self, x), as in df.kit.State's description, or call init(params) anew."
+            f"with_params, resize: the state's memory, a {type(memory).__name__}, has no `restart`; give its "
+            "class a method restart(self, x), as in df.kit.State's description, or call init(params) again."
         )
     return method(x)
 
@@ -71,7 +71,7 @@ def restarted(memory: Any, x: Buckets) -> Any:
 def kept(memory: Any, x: Buckets, mean: Callable[[Buckets], Buckets]) -> Any:
     """Return the memory of a worker that continues at x although others are lost; `mean` is collective over those left.
 
-    Memory of the run stays, and memory of other workers starts anew, unless the memory's `without_lost` says otherwise.
+    Memory of the run stays, and memory of other workers is reset, unless the memory's `without_lost` says otherwise.
     """
     if hasattr(memory, "without_lost"):
         return memory.without_lost(x, mean)

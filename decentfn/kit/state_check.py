@@ -57,8 +57,8 @@ class StateCheck:
         if self._layouts and found not in self._layouts:
             theirs, ours = _difference(found, self._layouts[-1])
             raise ValueError(
-                f"{CALL}: the state has {theirs!r} where init laid out {ours!r}: it is another algorithm's, network's or "
-                "optimizer's; call this algorithm's init(params) anew, or build the step like the one that made the state."
+                f"{CALL}: the state has {theirs!r} where init laid out {ours!r}: it belongs to another algorithm, network "
+                "or optimizer; call this algorithm's init(params) again, or build the step like the one that made the state."
             )
         if self._starts_equal and not x.plan.starts_equal:
             raise ValueError(
@@ -123,7 +123,7 @@ def require_params(params: PyTree) -> None:
     if is_state(params) or isinstance(params, Buckets):
         raise ValueError(
             f"init(params): found a training state's {type(params).__name__}; step(state, batch, t) continues it, "
-            "and init(df.params(state)) starts anew from its parameters."
+            "and init(df.params(state)) starts again from its parameters."
         )
     if isinstance(params, Iterator):
         raise ValueError(

@@ -133,7 +133,7 @@ def _require_backend(backend: Any) -> None:
     names = [part.rpartition(":")[2].lower() for part in backend.split(",")] if isinstance(backend, str) else [backend]
     if "mpi" in names:
         raise ValueError(
-            f"init(backend={backend!r}): torch.distributed's MPI ignores timeouts, so a lost process would let the others hang, and "
+            f"init(backend={backend!r}): torch.distributed's MPI ignores timeouts, so a lost process would hang the others, and "
             "PyTorch's wheels lack it; leave backend out. mpirun may start the processes (docs/launching.md)."
         )
     if unknown := [name for name in names if name not in known]:

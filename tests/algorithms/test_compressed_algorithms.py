@@ -17,7 +17,7 @@ from decentfn.algorithms.deep_squeeze import deep_squeeze
 from decentfn.algorithms.demo import demo
 from decentfn.algorithms.power_gossip import power_gossip
 from decentfn.comm import collectives
-from decentfn.comm.gossip.compressed import as_messages, everyone
+from decentfn.comm.gossip.compressed import all_to_all, as_messages
 from decentfn.compressors import Key
 from decentfn.core import trees
 from decentfn.core.buckets import flatten
@@ -501,7 +501,7 @@ def test_averages_within_groups_become_messages_with_the_same_matrices():
         assert messages.groups is None and messages.period == topology.period
         for t in range(topology.period):
             torch.testing.assert_close(df.mixing_matrix(messages, t), df.mixing_matrix(topology, t), rtol=0, atol=1e-15)
-    assert torch.equal(df.mixing_matrix(everyone(4), 0), df.mixing_matrix(df.topology("complete", 4), 0))
+    assert torch.equal(df.mixing_matrix(all_to_all(4), 0), df.mixing_matrix(df.topology("complete", 4), 0))
 
 
 RING, CHANGING = schedule(STATIC["ring"]), schedule(VARYING)

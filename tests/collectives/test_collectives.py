@@ -281,7 +281,7 @@ def test_a_dead_peer_is_named():
         ) as caught,
     ):
         exchanged(torch.ones(3), df.topology("ring", 2), 5)
-    assert caught.match("worker 1 has died, or has left: Connection closed")
+    assert caught.match("worker 1 exited: Connection closed")
     assert (caught.value.worker, caught.value.step, caught.value.peer) == (0, 5, 1)
 
 

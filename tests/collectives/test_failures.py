@@ -256,7 +256,7 @@ def test_an_error_names_the_step_that_ran_where_an_algorithm_mixes_by_an_earlier
                 return error.step, error.next_step, str(error)
 
     for step, next_step, said in on_ranks(2, run, timeout=timedelta(seconds=20)):
-        assert step == next_step == AT and "which the step has left as it was" in said
+        assert step == next_step == AT and "is intact (unmodified)" in said
 
 
 OUTSIDE = {

@@ -61,7 +61,7 @@ def require_messages_from(call: str, device: torch.device) -> None:
     backends = str(dist.get_backend_config())
     if f"{device.type}:mpi" in backends:
         raise ValueError(
-            f"{call}: the process group ({backends}) is MPI's, which ignores timeouts, so a lost process would let the others hang; "
+            f"{call}: the process group ({backends}) is MPI's, which ignores timeouts, so a lost process would hang the others; "
             "leave the group to df.init(), or make one of gloo."
         )
     if f"{device.type}:" not in backends:
@@ -88,7 +88,7 @@ def require_workers_of(processes: int) -> None:
     now = processes_per_worker()
     if processes not in (1, now):
         raise ValueError(
-            f"a state of workers of {processes} processes, but df.init(processes_per_worker={now}) was called since; make it anew with "
+            f"a state of workers of {processes} processes, but df.init(processes_per_worker={now}) was called since; make it again with "
             f"init(params), restore it from a checkpoint, or call df.init(processes_per_worker={processes}) again."
         )
 

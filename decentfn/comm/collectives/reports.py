@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Callable
 
-from decentfn.comm.collectives.session import Call, Lost, Note
+from decentfn.comm.collectives.session import Call, FailureNote, Lost
 from decentfn.comm.collectives.world import World
 from decentfn.errors import ExchangeTimeout, PeerLost, RunError, StepMismatch
 
@@ -48,8 +48,8 @@ def report(here: World, lost: Lost, next_step: int | None = None) -> RunError:
     error.next_step = next_step
     said = f"{str(error).rstrip('.')}."
     if next_step is not None:
-        has = "has written over it" if next_step > lost.call.step else "has left as it was"
-        said += f" The state that was passed is whole, that of t={next_step}, which the step {has}."
+        has = "written over by the whole step" if next_step > lost.call.step else "unmodified"
+        said += f" The state that was passed is intact ({has}), and t={next_step} is its next step."
     if here.loss_is_final:
         said += " No further step is taken: start the run again, on all processes."
     error.args = (said,)
@@ -68,11 +68,11 @@ def named_outside(here: World, call: str, error: RuntimeError, *, listens: bool)
     peer = blamed.pop() if len(blamed) == 1 and here.processes_per_worker == 1 else None
     who = "a process" if peer is None else f"process {peer}"
     if has_timed_out(error):
-        why = f"{who} is later than the timeout of df.init ({here.timeout})"
+        why = f"{who} exceeded the timeout of df.init ({here.timeout})"
     elif gave_up:
         why = f"process {gossip.identity.processes[gave_up[0]]} gave up waiting"
     else:
-        why = f"{who} has died, or has left"
+        why = f"{who} exited"
     where = ", ".join(
         f"process {gossip.identity.processes[note.rank]} waited in {note.outside or f'its step t={note.steps[-1][1]}'}"
         for note in sorted(notes.values())
@@ -88,7 +88,7 @@ def named_outside(here: World, call: str, error: RuntimeError, *, listens: bool)
     )
 
 
-def _heard(here: World, is_enough: Callable[[dict[int, Note]], object]) -> dict[int, Note]:
+def _heard(here: World, is_enough: Callable[[dict[int, FailureNote]], object]) -> dict[int, FailureNote]:
     """Return the others' notes; wait for them briefly, until they are enough."""
     end = time.monotonic() + _PATIENCE_S * here.loss_is_final
     while (
@@ -100,7 +100,7 @@ def _heard(here: World, is_enough: Callable[[dict[int, Note]], object]) -> dict[
     return notes
 
 
-def _dead(lost: Lost, notes: dict[int, Note]) -> set[int | None]:
+def _dead(lost: Lost, notes: dict[int, FailureNote]) -> set[int | None]:
     """Return the ranks with broken connections: they post no more notes, while late ones still may."""
     broken = {note.peer for note in notes.values() if not note.timed_out}
     return broken if has_timed_out(lost.error) else broken | {lost.peer}
@@ -109,7 +109,7 @@ def _dead(lost: Lost, notes: dict[int, Note]) -> set[int | None]:
 def _named(here: World, lost: Lost) -> RunError:
     call, session, others = lost.call, here.session, set(range(here.size)) - {here.rank}
 
-    def at_other_steps(notes: dict[int, Note]) -> list[tuple[int, int, int]]:
+    def at_other_steps(notes: dict[int, FailureNote]) -> list[tuple[int, int, int]]:
         return [found for note in notes.values() if (found := session.different(note)) is not None]
 
     notes = _heard(here, lambda notes: at_other_steps(notes) or others <= notes.keys() | _dead(lost, notes))
@@ -133,12 +133,12 @@ def _named(here: World, lost: Lost) -> RunError:
     )
 
 
-def _blamed(here: World, lost: Lost, notes: dict[int, Note]) -> tuple[int | None, str]:
+def _blamed(here: World, lost: Lost, notes: dict[int, FailureNote]) -> tuple[int | None, str]:
     """Return the rank to blame, if known, and a sentence: in a chain of ranks that lost one another, the silent one."""
     for note in notes.values():
         if note.outside:
             who = _name(lost.call, note.rank)
-            return note.rank, f"{who} waited in {note.outside}, which all processes call together"
+            return note.rank, f"{who} is in the collective {note.outside}"
     call, told = lost.call, notes.get(lost.peer if lost.peer is not None else -1)
     # Ranks whose messages did not arrive and that posted no note.
     silent = {lost.peer, *(note.peer for note in notes.values())} - {None, here.rank} - notes.keys()
@@ -147,14 +147,14 @@ def _blamed(here: World, lost: Lost, notes: dict[int, Note]) -> tuple[int | None
     blamed = silent.pop() if len(silent) == 1 else lost.peer
     if has_timed_out(lost.error):
         late = "nobody" if blamed is None else _name(call, blamed)
-        return blamed, f"nothing came within the timeout of df.init ({here.timeout}); {late} is late, or hangs"
+        return blamed, f"nothing came within the timeout of df.init ({here.timeout}); {late} is late or hangs"
     if told is not None and told.peer is not None:
         gave_up = "gave up waiting for" if told.timed_out else "has lost"
         whom = "this one" if told.peer == here.rank else _name(call, told.peer)
         return blamed, f"{_name(call, told.rank)} {gave_up} {whom}"
     is_late = any(note.timed_out for note in notes.values())
     who = "one of them" if blamed is None else _name(call, blamed)
-    return blamed, f"{who} {'is late, or hangs' if is_late else 'has died, or has left'}"
+    return blamed, f"{who} {'is late or hangs' if is_late else 'exited'}"
 
 
 def _brief(error: Exception) -> str:

@@ -86,7 +86,7 @@ class Lost(NamedTuple):
     slot: int | None = None
 
 
-class Note(NamedTuple):
+class FailureNote(NamedTuple):
     """Note from a rank with a failed call to the others."""
 
     rank: int
@@ -155,9 +155,9 @@ class Session:
 
     def tell(self, peer: int | None, *, timed_out: bool, outside: str | None = None) -> None:
         """Notify the others that a call of this rank has failed, in which it waited for this peer."""
-        self.board.tell(Note(self.board.rank, self.calls, list(self.board.steps), peer, timed_out, outside))
+        self.board.tell(FailureNote(self.board.rank, self.calls, list(self.board.steps), peer, timed_out, outside))
 
-    def different(self, note: Note) -> tuple[int, int, int] | None:
+    def different(self, note: FailureNote) -> tuple[int, int, int] | None:
         """Return this rank's step in the last common call, the other rank, and its step; None if the steps agree."""
         common = min(self.calls, note.calls)
         mine, theirs = (
@@ -188,7 +188,7 @@ class Board:
         self.store = store
         """Store of torch.distributed; None: there is none, or it no longer answers."""
         self.steps: deque[tuple[int, int]] = deque(maxlen=32)
-        """The last steps, which the session notes, as `Note.steps`."""
+        """The last steps, which the session notes, as `FailureNote.steps`."""
         self.met = set[int]()
         """Groups whose ranks are known to be in this step; the session forgets them when the next one begins."""
         self._means = dict[str, str]()  # of each group, what its last compared call left on the board
@@ -251,7 +251,7 @@ class Board:
         _log.info("t is no longer compared between ranks: the store does not answer (%s)", error)
         self.store = None
 
-    def tell(self, note: Note) -> None:
+    def tell(self, note: FailureNote) -> None:
         """Leave a note about a failed call."""
         try:
             if self.store is not None:
@@ -267,13 +267,13 @@ class Board:
             self.store = None
             return False
 
-    def told(self) -> dict[int, Note]:
+    def told(self) -> dict[int, FailureNote]:
         """Return the others' notes, by rank."""
         notes = {}
         try:
             if self.store is not None:
                 for line in self.store.get("failed").decode().splitlines():
-                    note = Note(*json.loads(line))
+                    note = FailureNote(*json.loads(line))
                     if note.rank != self.rank:
                         notes.setdefault(note.rank, note)
         except RuntimeError:

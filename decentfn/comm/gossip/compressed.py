@@ -90,7 +90,7 @@ def no_sum(x: Buckets) -> Buckets:
 
 
 def sum_compressed(compressed: Compressed) -> Buckets:
-    """Wait for messages posted on the schedule `everyone`, and return `Σ_j C(x_j)`, added in the order of the workers.
+    """Wait for messages posted on the schedule `all_to_all`, and return `Σ_j C(x_j)`, added in the order of the workers.
 
     The fixed order makes the sum bit for bit equal on all workers, so that replicas stay identical.
     """
@@ -114,10 +114,10 @@ def _decoded(compressor: Compressor, message: Tensor, plan: BucketPlan) -> Tenso
     return x if x.dtype == dtype else rounded(x.to(dtype), plan.dtype).to(dtype)
 
 
-def everyone(num_workers: int) -> Topology:
+def all_to_all(num_workers: int) -> Topology:
     """Topology in which every worker sends to every other in one step: N - 1 messages each."""
     made = as_messages(complete(num_workers))
-    object.__setattr__(made, "family", everyone)
+    object.__setattr__(made, "family", all_to_all)
     return made
 
 

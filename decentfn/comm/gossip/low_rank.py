@@ -49,7 +49,7 @@ class LowRankGossip:
         drawn = 2 * draws.uniform(self.seed, t, bucket, p.shape, device=p.device) - 1
         return torch.where(_spread(p != 0, plan, self.rank), p, drawn.to(p.dtype))
 
-    def post(self, x: Buckets, directions: Directions, t: Tensor, i: int) -> list[Round]:
+    def post(self, x: Buckets, directions: Directions, t: Tensor, i: int) -> list[LowRankRound]:
         """Start round i of step t: orthonormal p and the messages X p, for each bucket."""
         period, last = self.edges.sources.shape[0], i == self.iterations - 1
         row, step = collectives.look_up(x[0], self.edges, t), collectives.on_device(x[0], t)
@@ -62,7 +62,7 @@ class LowRankGossip:
         ]
 
     def collect(
-        self, posted: list[Round], x: Buckets, directions: Directions, t: Tensor, after: Sequence[Tensor] = ()
+        self, posted: list[LowRankRound], x: Buckets, directions: Directions, t: Tensor, after: Sequence[Tensor] = ()
     ) -> tuple[Buckets, Directions]:
         """Finish a round: return the moved parameters, and q in place of p (0 if both ends agree)."""
         row, period = posted[0].posted.row, self.edges.sources.shape[0]
@@ -78,7 +78,7 @@ class LowRankGossip:
         return Buckets(changed, x.plan), tuple(turned)
 
 
-class Round(NamedTuple):
+class LowRankRound(NamedTuple):
     """In-flight round of one bucket."""
 
     p: list[Tensor]  # per leaf that is a matrix [K, L, r], orthonormal, zero below the side it stands for
@@ -97,7 +97,9 @@ def _sizes(plan: BucketPlan, rank: int) -> list[int]:
     return [max(m, n) * r for m, n, r in filter(None, _matrices(plan, rank))]
 
 
-def _post(x: Tensor, plan: BucketPlan, rank: int, p: Tensor, even: Tensor, last: bool, row: collectives.Row) -> Round:
+def _post(
+    x: Tensor, plan: BucketPlan, rank: int, p: Tensor, even: Tensor, last: bool, row: collectives.Row
+) -> LowRankRound:
     columns, message, orthonormals = iter(p.split(_sizes(plan, rank), 1)), [], []
     for leaf, matrix in zip(leaves(x, plan), _matrices(plan, rank), strict=True):
         if matrix:
@@ -113,11 +115,11 @@ def _post(x: Tensor, plan: BucketPlan, rank: int, p: Tensor, even: Tensor, last:
         elif last:
             message.append(leaf.expand(p.shape[0], -1))
     own = torch.cat(message, 1) if message else x.new_empty(p.shape[0], 0)
-    return Round(orthonormals, post(loose([own]), row), even, last)
+    return LowRankRound(orthonormals, post(loose([own]), row), even, last)
 
 
 def _collect(
-    posted: Round, x: Tensor, plan: BucketPlan, rank: int, weights: Tensor, side: Tensor, after: Sequence[Tensor]
+    posted: LowRankRound, x: Tensor, plan: BucketPlan, rank: int, weights: Tensor, side: Tensor, after: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Return the bucket after the round, and q `[K, V]`."""
     dtype = wide(x.dtype)

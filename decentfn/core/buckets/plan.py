@@ -305,7 +305,7 @@ def _check_leaf(name: str, leaf: object) -> None:
             "some."
         )
     elif leaf.is_floating_point() and leaf.dtype.itemsize < 2:
-        why = f"has dtype {leaf.dtype}, in which nothing is added; keep parameters in bfloat16 or wider, and let the loss cast them."
+        why = f"has dtype {leaf.dtype}, too narrow to accumulate in; keep parameters in bfloat16 or wider, and let the loss cast them."
     elif not leaf.is_floating_point() and not leaf.is_complex():
         why = (
             f"has dtype {leaf.dtype}; parameters must be floating point or complex. Pass integer and boolean tensors as buffers: "
