@@ -3,6 +3,8 @@
 CPU time of one thread, interleaved medians, one process; outside CI, which counts instead (tests/test_costs.py).
 """
 
+import itertools
+import json
 import statistics
 import tempfile
 import time
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
@@ -108,6 +111,65 @@ def distances() -> None:
         print_rows({name: partial(df.consensus_distance, state), "clone": state.params[0].clone}, "clone")
 
 
+def logs() -> None:
+    params, buffers, loss_fn = df.functional(network("10M"), mse_loss)
+    init, step = df.adapt_while_communicate(loss_fn, df.adamw(1e-3), df.topology("complete", 1))
+    state, metrics = step(init(params, buffers), batch_of("10M"), 0)
+
+    def line() -> tuple[float, float]:
+        return df.mean(state, metrics).loss.item(), df.consensus_distance(state).item()
+
+    calls = {
+        "mean loss and distance, 10M": line,
+        "`df.distance_in_steps`, 10M": partial(df.distance_in_steps, state, metrics),
+        "clone": lambda: [b.clone() for b in state.params],
+    }
+    print_rows(calls, "clone")
+    with tempfile.TemporaryDirectory() as folder, df.logs.JSONLines(Path(folder) / "log.jsonl") as log:
+        values = {"loss": 0.1, "distance": 0.2}
+        with (Path(folder) / "plain").open("ab", buffering=0) as file:
+            calls = {
+                "`JSONLines.write`, 100 lines": lambda: [log.write(values, t) for t in range(100)],
+                "json": lambda: [file.write(json.dumps({"step": t, **values}).encode() + b"\n") for t in range(100)],
+            }
+            print_rows(calls, "json")
+
+
+def states() -> None:
+    """Export, and another number of workers."""
+    module = network("10M")
+    params, buffers, loss_fn = df.functional(module, mse_loss)
+    init, _ = df.adapt_then_combine(loss_fn, df.adam(0.1), df.topology("complete", 1))
+    state = init(params, buffers)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "weights.safetensors"
+        calls = {
+            "`df.checkpoint.export`, 10M": partial(df.checkpoint.export, path, module, state),
+            "save_file": lambda: save_file({k: x.clone() for k, x in module.state_dict().items()}, path),
+        }
+        print_rows(calls, "save_file")
+    four = df.stack(state, 4)
+    algorithm = df.adapt_then_combine(loss_fn, df.adam(0.1), df.topology("complete", 2))
+    leaves = [*four.params, *four.local.opt[0].mu, *four.local.opt[0].nu]
+    calls = {
+        "`df.resize` from 4 to 2, 10M": partial(df.resize, four, algorithm),
+        "means in float64": lambda: [x.double().mean(0).float().repeat(2, 1) for x in leaves],
+    }
+    print_rows(calls, "means in float64")
+
+
+def simulations() -> None:
+    params, buffers, loss_fn = df.functional(network("50k"), mse_loss)
+    batch, plain, made = [torch.stack([x] * 8) for x in batch_of("50k")], [plain_step("50k") for _ in range(8)], {}
+    for name, of in (("traced", lambda loss: loss), ("by autograd", df.autograd)):
+        init, step = df.adapt_while_communicate(of(loss_fn), df.adamw(1e-3), df.topology("one-peer-exp", 8))
+        state, step, ts = df.stack(init(params, buffers), 8), df.donate(df.simulate(step, 8)), itertools.count()
+        made[f"`df.simulate`, 8 x 50k, {name}, eager"] = lambda step=step, state=state, ts=ts: step(
+            state, batch, next(ts)
+        )
+    print_rows(made | {"8 AdamW loops": lambda: [one() for one in plain]}, "8 AdamW loops")
+
+
 def evaluations() -> None:
     block = partial(nn.TransformerEncoderLayer, 64, 4, 128, 0.0, batch_first=True, norm_first=True)
     deep = nn.Sequential(nn.Linear(16, 64), *[block() for _ in range(12)], nn.Linear(64, 1))
@@ -125,6 +187,10 @@ def evaluations() -> None:
 
         ours = partial(df.evaluate, loss_fn, init(params, buffers), batches)
         print_rows({f"`df.evaluate`, {name}, 20 batches": ours, "plain loop": plain}, "plain loop")
+        replicas = partial(df.evaluate_replicas, loss_fn, df.stack(init(params, buffers), 4), batches)
+        calls: dict[str, Any] = {f"`df.evaluate_replicas`, {name}, 4 replicas": replicas}
+        calls["4 loops"] = lambda plain=plain: [plain() for _ in range(4)]
+        print_rows(calls, "4 loops")
 
 
 def epochs() -> None:
@@ -180,7 +246,7 @@ def main() -> None:
     print("| call | here, ms | plain PyTorch, ms | ratio |\n|---|---:|---:|---:|")
     for size in WIDTHS:
         steps(size)
-    for part in (distances, evaluations, epochs, restoring, memory):
+    for part in (distances, logs, evaluations, simulations, epochs, restoring, states, memory):
         part()
 
 

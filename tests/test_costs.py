@@ -8,6 +8,7 @@ import torch
 
 import decentfn as df
 from decentfn.core import trees
+from decentfn.train.resizing import mean as df_mean
 from tests.allocations import elements_of, peak_of
 
 COPIES = "aten::copy_", "aten::cat"
@@ -117,9 +118,10 @@ def test_a_hook_that_wrote_over_no_gradient_in_a_trial_may_not_do_so_later():
 
 def test_a_donated_step_holds_no_second_moments():
     """Beside its state: gradient, mix, update, new parameters and a square of one bucket of four; once the moments, too."""
+    batch = torch.ones(1 << 16)
     for transform, copies in ((lambda step: step, 6.5), (df.donate, 4.5)):
         state, step = trained(df.adamw(1e-3), bucket_mb=0.25)
-        step, batch = transform(step), torch.ones(1 << 16)
+        step = transform(step)
         for t in range(2):
             state, _ = step(state, batch, t)
         assert peak_of(lambda step=step, state=state: step(state, batch, 2)) < copies * 4 * D
@@ -233,3 +235,12 @@ def test_a_checkpoint_is_read_once_into_the_state_itself(n, tmp_path, monkeypatc
     restored = df.checkpoint.restore(tmp_path, restored if n == 1 else df.stack(restored, n)).state
     for a, b in zip(trees.leaves(df.params(restored)), trees.leaves(df.params(state)), strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_mean_for_other_workers_is_summed_in_one_place():
+    rows = torch.randn(4, D)
+    kept = rows.clone()
+    assert peak_of(lambda: df_mean(rows)) < 2.6 * 8 * D  # the sum, its quotient and the result
+    assert torch.equal(df_mean(rows), kept.double().mean(0).float()) and torch.equal(rows, kept)
+    wide = rows.double()
+    assert torch.equal(df_mean(wide), wide.mean(0)) and torch.equal(wide, kept.double())

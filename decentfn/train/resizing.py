@@ -97,8 +97,9 @@ def mean(rows: Iterable[Tensor]) -> Tensor:
     """Average in float64 and round once."""
     total, count, dtype = None, 0, torch.float64
     for row in rows:
-        wide = row.to(torch.promote_types(row.dtype, torch.float64))
-        total, count, dtype = wide if total is None else total + wide, count + 1, row.dtype
+        wide = torch.promote_types(row.dtype, torch.float64)
+        total = row.to(wide, copy=True) if total is None else total.add_(row)
+        count, dtype = count + 1, row.dtype
     assert total is not None
     return (total / count).to(dtype)
 
