@@ -121,9 +121,9 @@ def decoupled_diloco(
     schedules = fragments.schedules(-1)
 
     def start(x: kit.Buckets) -> Memory:
-        counts = (no_weight(x, num_fragments) for _ in range(2))
+        tokens, steps = (no_weight(x, num_fragments) for _ in range(2))
         error = None if feedback is None else kit.zeros_like(x)
-        return Memory(kit.copy_wide(x), kit.zeros_like(x), *counts, error)
+        return Memory(kit.copy_wide(x), kit.zeros_like(x), tokens, steps, error)
 
     def shares(delta: kit.Buckets, tokens: Tensor, steps: Tensor, t: Tensor) -> tuple[list[Tensor], Tensor]:
         """Return n w_i / Σ_j w_j of each fragment, and whether it is due, [P] bool."""
@@ -173,10 +173,10 @@ def decoupled_diloco(
         b_new = kit.each(lambda b, delta: beta * b + delta, b, delta)
         phi_new = kit.each(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b_new)
         mask = fragments.mask(phi, due)
-        counts = [torch.where(due & is_here, torch.zeros_like(count), count) for count in (tokens, steps)]
+        tokens, steps = (torch.where(due & is_here, torch.zeros_like(count), count) for count in (tokens, steps))
         mine = fragments.mask(phi, due & is_here)
         error = None if error is None or left is None else kit.where(mine, left, error)
-        memory = Memory(kit.where(mask, phi_new, phi), kit.where(mask, b_new, b), *counts, error)
+        memory = Memory(kit.where(mask, phi_new, phi), kit.where(mask, b_new, b), tokens, steps, error)
         return kit.State(kit.where(mine, phi_new, theta), local, memory), g.metrics
 
     return worker.algorithm(step, start, topology=worker.everyone, schedules=schedules, must_equal=("params",))
