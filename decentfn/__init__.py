@@ -29,8 +29,11 @@ from decentfn.algorithms.extra import extra
 from decentfn.algorithms.factored_gossip_diloco import factored_gossip_diloco
 from decentfn.algorithms.gasloc import gasloc
 from decentfn.algorithms.gradient_tracking import gradient_tracking
+from decentfn.algorithms.k_gt import k_gt
+from decentfn.algorithms.led import led
 from decentfn.algorithms.momentum_tracking import momentum_tracking
 from decentfn.algorithms.motef import motef
+from decentfn.algorithms.nids import nids
 from decentfn.algorithms.noloco import noloco
 from decentfn.algorithms.power_gossip import power_gossip
 from decentfn.algorithms.push_diging import push_diging
@@ -39,6 +42,7 @@ from decentfn.algorithms.quasi_global_momentum import quasi_global_momentum
 from decentfn.algorithms.relay_sgd import relay_sgd
 from decentfn.algorithms.slowmo import slowmo
 from decentfn.algorithms.sparse_loco import sparse_loco
+from decentfn.algorithms.sparta import sparta
 from decentfn.algorithms.stochastic_gradient_push import stochastic_gradient_push
 from decentfn.algorithms.streaming_diloco import streaming_diloco
 from decentfn.comm.fingerprint import broadcast
@@ -146,8 +150,11 @@ __all__ = [
     "mean",
     "mix_state",
     "mixing_matrix",
+    "k_gt",
+    "led",
     "momentum_tracking",
     "motef",
+    "nids",
     "noloco",
     "params",
     "plan",
@@ -168,6 +175,7 @@ __all__ = [
     "sgd",
     "simulate",
     "slowmo",
+    "sparta",
     "sparse_loco",
     "stack",
     "stack_runs",

@@ -36,6 +36,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "diloco": {"inner_steps": 10},
     "factored_gossip_diloco": {"inner_steps": 10},
     "gasloc": {"inner_steps": 10},
+    "k_gt": {"inner_steps": 10},
+    "led": {"inner_steps": 10},
     "motef": COMPRESSED,
     "noloco": {"inner_steps": 10},
     "sparse_loco": {"inner_steps": 10},

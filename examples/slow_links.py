@@ -76,6 +76,14 @@ def optimizer(learning_rate: float, warmup: int, steps: int) -> df.Transform:
     return df.adamw(schedule, b1=BETAS[0], b2=BETAS[1], weight_decay=WEIGHT_DECAY)
 
 
+def muon(learning_rate: float, warmup: int, steps: int) -> df.Transform:
+    """Muon for matrices, AdamW for the rest."""
+    schedule = df.schedules.warmup_cosine(10 * learning_rate, warmup, steps)
+    matrices = df.transforms.muon(schedule, weight_decay=WEIGHT_DECAY)
+    others = optimizer(learning_rate, warmup, steps)
+    return df.transforms.partition({True: matrices, False: others}, lambda name, shape: len(shape) == 2)
+
+
 def module_mean(module: nn.Module) -> dict[str, Tensor]:
     return {name: averaged(x) for name, x in module.named_parameters()}
 
@@ -137,11 +145,18 @@ def decent_dp(learning_rate: float, warmup: int, steps: int) -> Method:
 
 
 def ours(
-    algorithm: Any, topology: str, learning_rate: float, warmup: int, steps: int, every: int = 1, **hyperparameters: Any
+    algorithm: Any,
+    topology: str,
+    learning_rate: float,
+    warmup: int,
+    steps: int,
+    every: int = 1,
+    inner: Callable[..., df.Transform] = optimizer,
+    **hyperparameters: Any,
 ) -> Method:
     params, _, loss_fn = df.functional(model(), loss_of)
     schedule = df.topologies.every(every, df.topology(topology, df.init().num_workers))
-    init, step = algorithm(loss_fn, optimizer(learning_rate, warmup, steps), schedule, **hyperparameters)
+    init, step = algorithm(loss_fn, inner(learning_rate, warmup, steps), schedule, **hyperparameters)
     step, held = df.compile(step), [init(params)]
 
     def take(batch: tuple[Tensor, Tensor], t: int) -> None:
@@ -161,6 +176,14 @@ METHODS: dict[str, Callable[..., Method]] = {
     ),
     "CHOCO, 8 bits": partial(ours, df.choco_sgd, "static-exp", compressor=df.compressors.quantize(8), gamma=0.7),
     "DiLoCo": partial(ours, df.diloco, "complete", inner_steps=16),
+    "DiLoCo, 4 bits": partial(
+        ours, df.diloco, "complete", inner_steps=16, compressor=df.compressors.quantize(4), error_decay=0.95
+    ),
+    "MuLoCo, 2 bits": partial(
+        ours, df.diloco, "complete", inner_steps=16, inner=muon, compressor=df.compressors.quantize(2), error_decay=0.95
+    ),
+    "SPARTA": partial(ours, df.sparta, "complete"),
+    "K-GT": partial(ours, df.k_gt, "static-exp", inner_steps=16),
     "streaming DiLoCo": partial(
         ours, df.streaming_diloco, "complete", inner_steps=16, num_fragments=4, wire_dtype=torch.bfloat16
     ),
@@ -180,7 +203,16 @@ METHODS: dict[str, Callable[..., Method]] = {
 }
 
 
-RARE = ("one-peer gossip every 4 steps, bf16", "DiLoCo", "streaming DiLoCo", "GASLoC", "Factored Gossip DiLoCo")
+RARE = (
+    "one-peer gossip every 4 steps, bf16",
+    "DiLoCo",
+    "DiLoCo, 4 bits",
+    "MuLoCo, 2 bits",
+    "K-GT",
+    "streaming DiLoCo",
+    "GASLoC",
+    "Factored Gossip DiLoCo",
+)
 """Methods whose messages are so rare that they take twice the steps in less time."""
 
 

@@ -71,6 +71,13 @@ def _spread_of_phi(state: Any, topology: df.Topology, t: int) -> list[torch.Tens
     return [b.double().amax(0) - b.double().amin(0) for b in state.memory.phi]
 
 
+def corrections_cancel(field: str) -> Law:
+    def mean(state: Any, topology: df.Topology, t: int) -> list[torch.Tensor]:
+        return [b.double().mean(0) for b in getattr(state.memory, field)]
+
+    return Law(f"mean({field}) = 0", mean, with_gradients=True)
+
+
 mass_is_conserved = Law("mass conserved", _mass)
 trackers_follow_gradients = Law("mean(y) = mean(g)", _differ("y", "g"), with_gradients=True)
 trackers_follow_momenta = Law("mean(y) = mean(u)", _differ("y", "u"), with_gradients=True)
@@ -158,6 +165,27 @@ ROWS: dict[str, Subject] = {
     "noloco": Subject(df.noloco, on("random-matching"), {"inner_steps": 2}),
     "gasloc": Subject(df.gasloc, on("random-matching"), {"inner_steps": 2, "outer_momentum": 0.5}),
     "factored_gossip_diloco": Subject(df.factored_gossip_diloco, on("one-peer-exp"), {"inner_steps": 2}),
+    "k_gt": Subject(df.k_gt, on("one-peer-exp"), {"inner_steps": 2}, laws=(mean_is_preserved, corrections_cancel("c"))),
+    "led": Subject(df.led, on("static-ring"), {"inner_steps": 2}, laws=(mean_is_preserved, corrections_cancel("y"))),
+    "nids": Subject(df.nids, on("static-ring"), laws=(mean_is_preserved, corrections_cancel("c"))),
+    "sparta": Subject(df.sparta, on("complete"), {"fraction": 0.3}, mixes_narrow=False),
+    "diloco, 4 bits": Subject(
+        df.diloco,
+        on("complete"),
+        {"inner_steps": 2, "compressor": compressors.quantize(4)},
+        laws=(outer_parameters_stay_equal,),
+        starts_equal=True,
+    ),
+    "streaming_diloco, 2 bits": Subject(
+        df.streaming_diloco,
+        on("complete"),
+        {"inner_steps": 4, "num_fragments": 2, "compressor": compressors.quantize(2)},
+        laws=(outer_parameters_stay_equal,),
+        starts_equal=True,
+    ),
+    "noloco, 8 bits": Subject(
+        df.noloco, on("random-matching"), {"inner_steps": 2, "compressor": compressors.quantize(8)}
+    ),
     "sparse_loco": Subject(
         df.sparse_loco,
         on("complete"),

@@ -31,7 +31,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "decoupled_diloco": {"inner_steps": 1, "num_fragments": 1},
     "streaming_diloco": {"inner_steps": 2, "num_fragments": 1},
     "sparse_loco": {"inner_steps": 1, "decay": 0.95},
-    **dict.fromkeys(("diloco", "factored_gossip_diloco", "gasloc", "noloco", "slowmo"), {"inner_steps": 1}),
+    **dict.fromkeys(
+        ("diloco", "factored_gossip_diloco", "gasloc", "k_gt", "led", "noloco", "slowmo"), {"inner_steps": 1}
+    ),
 }
 """Hyperparameters without a default, and an outer step in every step."""
 

@@ -118,6 +118,8 @@ NUMBERS = {
         "inner_steps": 2,
         "num_fragments": 1,
     },
+    "k_gt": lambda x: {"outer_learning_rate": x, "inner_steps": 2},
+    "led": lambda x: {"beta": x / 2, "inner_steps": 2},
     "sparse_loco": lambda x: {"outer_learning_rate": x, "decay": x, "inner_steps": 2},
     "slowmo": lambda x: {"learning_rate": s.linear(x, 0.1, 4), "inner_steps": 2},
     "gasloc": lambda x: {"outer_learning_rate": x, "outer_momentum": x, "inner_steps": 2},
@@ -126,7 +128,7 @@ NUMBERS = {
     "clipped_gossip": lambda x: {"tau": x},
 }
 """Hyperparameters that a search varies. `beer` is `motef`'s code; the outer optimizer of another one is a transform."""
-RESTS = {"noloco", "diloco", "streaming_diloco", "decoupled_diloco", "sparse_loco", "slowmo", "gasloc"}
+RESTS = {"noloco", "diloco", "streaming_diloco", "decoupled_diloco", "sparse_loco", "slowmo", "gasloc", "k_gt", "led"}
 """Between outer steps they have a graph of their own."""
 
 

@@ -12,8 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import decentfn as df
+from decentfn import kit
+from decentfn.core.buckets import flatten
 from decentfn.testing import PROMISES, Subject, check_algorithm, check_topology, check_transform, try_promise
 
+F64 = torch.float64
 EXAMPLES = Path(__file__).parent.parent / "examples"
 pytestmark = [pytest.mark.xdist_group("small examples"), pytest.mark.thorough]
 
@@ -154,6 +157,50 @@ def test_lion_is_its_equation_eager_and_compiled(example, backend):
 
 def test_lion_promises_what_every_transform_does(example):
     check_transform(lambda: example("custom_optimizer").lion(1e-3, weight_decay=0.1))
+
+
+def stepped(pair, deltas, y):
+    """φ after each outer step of these outer gradients."""
+    init, update = pair
+    y = flatten({"w": y})
+    state, found = init(y), []
+    for delta in deltas:
+        u, state = update(flatten({"w": delta}), state, y)
+        y = kit.add(y, u)
+        found.append(y[0])
+    return torch.stack(found)
+
+
+def nesterov_of_torch(deltas, y, rate, momentum):
+    y = y.clone().requires_grad_()
+    optimizer, found = torch.optim.SGD([y], lr=1.0, momentum=0.5, nesterov=True), []
+    for k, delta in enumerate(deltas):
+        optimizer.param_groups[0] |= {"lr": rate(k), "momentum": momentum(k)}
+        y.grad = delta.clone()
+        optimizer.step()
+        found.append(y.detach().clone())
+    return torch.stack(found)
+
+
+def test_outer_optimizers_are_nesterov_of_torch_with_these_numbers(example):
+    """GPA with one μ: momentum μ at the rate (1 - μ) γ. Schedules: numbers of each step."""
+    outer, draw = example("outer_optimizers"), torch.Generator().manual_seed(0)
+    y, deltas = torch.randn(5, generator=draw, dtype=F64), torch.randn(12, 5, generator=draw, dtype=F64)
+    gpa = outer.primal_averaging(0.5, mu_x=0.8, mu_y=0.8)
+    expected = nesterov_of_torch(deltas, y, lambda k: 0.1, lambda k: 0.8)
+    torch.testing.assert_close(stepped(gpa, deltas, y), expected, rtol=0, atol=1e-13)
+    rate, momentum = lambda k: 0.1 + k / 20, lambda k: 0.9 - k / 40
+    pier = outer.scheduled_nesterov(lambda k: rate(k.double()), lambda k: momentum(k.double()))
+    torch.testing.assert_close(
+        stepped(pier, deltas, y), nesterov_of_torch(deltas, y, rate, momentum), rtol=0, atol=1e-13
+    )
+    slow = stepped(outer.primal_averaging(0.5, mu_x=1.0, mu_y=0.7), deltas, y)
+    z = y - 0.5 * deltas.cumsum(0)
+    torch.testing.assert_close(slow, 0.7 * y + 0.3 * z, rtol=0, atol=1e-13)
+
+
+def test_every_outer_optimizer_trains(example):
+    assert min(example("outer_optimizers").main(steps=240).values()) > 0.85
 
 
 def test_lion_trains(example):

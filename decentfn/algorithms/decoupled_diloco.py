@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.outer import Fragments, no_weight, progress
+from decentfn.algorithms.outer import Feedback, Fragments, cleared, mean_compressed, no_weight, progress
 from decentfn.comm import collectives, gossip
+from decentfn.compressors import Compressor
 from decentfn.core.buckets import loose
 from decentfn.core.numbers import require
 from decentfn.core.trees import PyTree
@@ -42,11 +43,12 @@ class Memory(NamedTuple):
     b: kit.Buckets  # outer momentum, likewise
     tokens: Tensor  # [P], this worker's since each fragment's last merge
     steps: Tensor  # [P], its steps with tokens since then
-    averaged = ("phi", "b", "tokens", "steps")  # over the workers, by df.resize
+    error: kit.Buckets | None = None  # error of compressed progress; None without a compressor
+    averaged = ("phi", "b", "tokens", "steps", "error")  # over the workers, by df.resize
 
     def restart(self, x: kit.Buckets) -> Memory:
         """Take `x` as outer parameters; reset the outer momentum and the counts."""
-        return Memory(kit.copy_wide(x), kit.zeros_like(x), torch.zeros_like(self.tokens), torch.zeros_like(self.steps))
+        return Memory(kit.copy_wide(x), *cleared(self[1:]))
 
 
 @kit.algorithm
@@ -62,6 +64,8 @@ def decoupled_diloco(
     outer_momentum: float = 0.9,
     weight: Callable[[PyTree], Tensor] | None = None,
     arrives: Callable[[Tensor, Tensor], Tensor] | None = None,
+    compressor: Compressor | None = None,
+    error_decay: float = 1.0,
     **options: Unpack[kit.Options],
 ) -> kit.Algorithm:
     """Average one fragment at a time over the workers that had tokens; wait for a quorum of them.
@@ -89,6 +93,8 @@ def decoupled_diloco(
             deliver before the grace window of this step's merge ends? The same on all ranks, such as
             `lambda t, worker: df.draws.uniform(seed, t, 0, (), worker=worker) < 0.9`. None: always. Workers take their
             steps together, so this models lateness; it does not make a rank wait less.
+        compressor: C of what is averaged, with error feedback; as for `diloco`.
+        error_decay: its decay, in [0, 1].
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
@@ -110,49 +116,67 @@ def decoupled_diloco(
     momentum, wire = kit.as_input("decoupled_diloco", "outer_momentum", outer_momentum), worker.wire_dtype
     is_function = callable(arrives) and takes(arrives, 2)
     require(arrives is None or is_function, "decoupled_diloco", "a function of t and the worker.", arrives=arrives)
-    fragments = Fragments(num_fragments, inner_steps, worker.everyone)
+    feedback = Feedback.of("decoupled_diloco", compressor, error_decay, worker, options)
+    fragments = Fragments(num_fragments, inner_steps, worker.everyone if feedback is None else feedback.everyone)
     schedules = fragments.schedules(-1)
 
     def start(x: kit.Buckets) -> Memory:
-        counts = (no_weight(x, num_fragments) for _ in range(2))
-        return Memory(kit.copy_wide(x), kit.zeros_like(x), *counts)
+        tokens, steps = (no_weight(x, num_fragments) for _ in range(2))
+        error = None if feedback is None else kit.zeros_like(x)
+        return Memory(kit.copy_wide(x), kit.zeros_like(x), tokens, steps, error)
 
-    def merged(delta: kit.Buckets, tokens: Tensor, steps: Tensor, t: Tensor) -> tuple[kit.Buckets, Tensor]:
-        """Return Δ of all fragments, and whether each one is due, [P] bool."""
-        means, dues = [], []
+    def shares(delta: kit.Buckets, tokens: Tensor, steps: Tensor, t: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Return n w_i / Σ_j w_j of each fragment, and whether it is due, [P] bool."""
+        found, dues = [], []
         for p, (pieces, schedule) in enumerate(zip(fragments.split(list(delta)), schedules, strict=True)):
             own = torch.stack([tokens[p] ** 2 / steps[p].clamp(min=1), (steps[p] > 0).to(steps.dtype)])
             own = gossip.beside(pieces, own)
             weight, trained = gossip.mean(loose([own]), schedule, t)[0].unbind()
-            share = kit.once(torch.where(weight != 0, own[0] / weight, torch.zeros_like(weight)))
-            sent = [
-                gossip.narrow(torch.where(share != 0, piece, 0.0) * share.to(piece.dtype), plan.dtype, wire)
-                for piece, plan in zip(pieces, delta.plan.buckets, strict=True)
-            ]
-            means.append(gossip.mean(loose(sent), schedule, t))
+            found.append(kit.once(torch.where(weight != 0, own[0] / weight, torch.zeros_like(weight))))
             dues.append(kit.is_active(schedule, t, delta) & (trained > (quorum - 0.5) / n))
-        return kit.each(lambda mean, d: mean.to(d.dtype), fragments.join(means, delta.plan), delta), torch.stack(dues)
+        return found, torch.stack(dues)
+
+    def merged(
+        delta: kit.Buckets, error: kit.Buckets | None, own: list[Tensor], t: Tensor
+    ) -> tuple[kit.Buckets, kit.Buckets | None]:
+        """Return Δ of all fragments, and the error that it leaves."""
+        pairs = zip(fragments.split(list(delta)), own, strict=True)
+        parts = [[torch.where(share != 0, d, 0.0) * share.to(d.dtype) for d in pieces] for pieces, share in pairs]
+        if feedback is not None and error is not None:
+            fed = feedback.add(fragments.join(parts, delta.plan), error, t)
+            fed = kit.where(fragments.mask(delta, torch.stack(own) != 0), fed, kit.each(torch.zeros_like, fed))
+            posted, left = feedback.post_fragments(fragments, fed, schedules, t)
+            return fragments.join([mean_compressed(q) for q in posted], delta.plan), left
+        means = []
+        for pieces, schedule in zip(parts, schedules, strict=True):
+            pairs = zip(pieces, delta.plan.buckets, strict=True)
+            sent = [gossip.narrow(piece, plan.dtype, wire) for piece, plan in pairs]
+            means.append(gossip.mean(loose(sent), schedule, t))
+        return kit.each(lambda mean, d: mean.to(d.dtype), fragments.join(means, delta.plan), delta), None
 
     def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
-        theta, (phi, b, tokens, steps) = state.params, state.memory
+        theta, (phi, b, tokens, steps, error) = state.params, state.memory
         g, local = worker.gradient(theta, state.local, batch, t, weight=weigh)
         u, local = worker.update(g.grads, g, local, theta)
         theta = kit.unless_bad(kit.add(theta, u), lambda: phi)
         now = torch.ones_like(tokens[0]) if g.weight is None else g.weight.to(tokens.dtype)
         tokens, steps = tokens + now, steps + (now > 0)
         if kit.rests(*schedules):
-            return kit.State(theta, local, Memory(phi, b, tokens, steps)), g.metrics
+            return kit.State(theta, local, Memory(phi, b, tokens, steps, error)), g.metrics
         is_here = torch.ones_like(now, dtype=torch.bool)
         if arrives is not None:
             is_here = arrives(collectives.on_device(now, t), collectives.look_up(now, worker.everyone, t).worker)
-        delta, due = merged(progress(phi, theta), tokens * is_here, steps * is_here, t)
+        delta = progress(phi, theta)
+        own, due = shares(delta, tokens * is_here, steps * is_here, t)
+        delta, left = merged(delta, error, own, t)
         eta, beta = kit.at(rate, t, phi), kit.at(momentum, t, phi)
         b_new = kit.each(lambda b, delta: beta * b + delta, b, delta)
         phi_new = kit.each(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b_new)
         mask = fragments.mask(phi, due)
-        counts = [torch.where(due & is_here, torch.zeros_like(count), count) for count in (tokens, steps)]
-        memory = Memory(kit.where(mask, phi_new, phi), kit.where(mask, b_new, b), *counts)
+        tokens, steps = (torch.where(due & is_here, torch.zeros_like(count), count) for count in (tokens, steps))
         mine = fragments.mask(phi, due & is_here)
+        error = None if error is None or left is None else kit.where(mine, left, error)
+        memory = Memory(kit.where(mask, phi_new, phi), kit.where(mask, b_new, b), tokens, steps, error)
         return kit.State(kit.where(mine, phi_new, theta), local, memory), g.metrics
 
     return worker.algorithm(step, start, topology=worker.everyone, schedules=schedules, must_equal=("params",))

@@ -6,9 +6,14 @@
     φ⁺ = φ - η (Δ + β b⁺)
     θ ← φ⁺
 
+with a compressor C (MuLoCo; Thérien et al., 2025; arXiv:2505.23725)
+
+    e ← ρ e + n w_i (φ - θ_i) / Σ_i w_i;    q = C(e);    e ← e - q;    Δ = mean_i q_i
+
 θ: a worker's (inner) parameters; g: its gradient; u: the inner optimizer's update; φ: the outer parameters, the same
 on all workers; w_i: a worker's weight, by default 1; Δ: the outer gradient, with the sign of a gradient; b: the outer momentum, β: its decay;
-η: the outer learning rate.
+η: the outer learning rate; e: a worker's own error, ρ: its decay. SNOO is DiLoCo with one worker (Kallusky et al.,
+2025; arXiv:2510.15830).
 """
 
 from __future__ import annotations
@@ -20,7 +25,19 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.outer import after_steps, local_steps, no_weight, outer_gradient, progress, to_send
+from decentfn.algorithms.outer import (
+    Feedback,
+    after_steps,
+    cleared,
+    local_steps,
+    no_weight,
+    outer_gradient,
+    progress,
+    require_outer,
+    to_send,
+)
+from decentfn.compressors import Compressor
+from decentfn.core.numbers import require
 from decentfn.core.trees import PyTree
 from decentfn.topologies import Topology
 
@@ -29,15 +46,14 @@ class Memory(NamedTuple):
     """Memory of one worker."""
 
     phi: kit.Buckets  # outer parameters, the same on all workers
-    b: kit.Buckets  # outer momentum, likewise
+    b: PyTree  # outer momentum, likewise, or the outer optimizer's state
     weight: Tensor | None = None  # 0-d: this worker's weight since the last outer step; None if all are equal
-    averaged = ("phi", "b", "weight")  # over the workers, by df.resize
+    error: kit.Buckets | None = None  # e; None without a compressor
+    averaged = ("phi", "b", "weight", "error")  # over the workers, by df.resize
 
     def restart(self, x: kit.Buckets) -> Memory:
-        """Take `x` as outer parameters and reset the outer momentum."""
-        return Memory(
-            kit.copy_wide(x), kit.zeros_like(x), None if self.weight is None else torch.zeros_like(self.weight)
-        )
+        """Take `x` as outer parameters and reset the outer momentum and the error."""
+        return Memory(kit.copy_wide(x), *cleared(self[1:]))
 
 
 @kit.algorithm
@@ -49,6 +65,9 @@ def diloco(
     inner_steps: int = 500,
     outer_learning_rate: float = 0.7,
     outer_momentum: float = 0.9,
+    outer_optimizer: Any = None,
+    compressor: Compressor | None = None,
+    error_decay: float = 1.0,
     weight: Callable[[PyTree], Tensor] | None = None,
     **options: Unpack[kit.Options],
 ) -> kit.Algorithm:
@@ -68,41 +87,66 @@ def diloco(
         inner_steps: H; the outer step follows steps H-1, 2H-1, …
         outer_learning_rate: η > 0.
         outer_momentum: β in [0, 1], Nesterov's.
+        outer_optimizer: a pair `(init, update)` in place of η and β. It sees Δ as the gradient and φ as the parameters, in
+            float32 or wider; its schedules count outer steps. `df.sgd(rate, momentum=0.9, nesterov=True)` warms up or decays.
+        compressor: C, with error feedback: a `df.compressors.quantize(bits=4)`, `chunk_top_k(64)`, `sign()`. Sent then: one
+            compressed message per bucket to each of the N - 1 others. None, or `identity()`: as without.
+        error_decay: ρ in [0, 1]; with 1 nothing that was learned is lost.
         weight: function from the loss's aux to this worker's weight of a step, 0-d and >= 0, such as
             `lambda aux: aux["tokens"]`; it is summed over the H steps, and 0 leaves the worker out. None: all weights are equal.
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
-        ValueError: H < 1, η not positive, β outside [0, 1]; from `init`, a narrow `wire_dtype` and unequal parameters.
+        ValueError: H < 1, η not positive, β or ρ outside [0, 1], η or β beside an outer optimizer, `wire_dtype` beside a
+            compressor; from `init`, a narrow `wire_dtype` or a compressor and unequal parameters.
     """
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
     weigh = kit.as_weight("diloco", weight)
     kit.require_whole("diloco", inner_steps=inner_steps)
     kit.require_positive("diloco", outer_learning_rate=outer_learning_rate)
     kit.require_fractions("diloco", outer_momentum=outer_momentum)
-    schedule = after_steps(inner_steps, worker.everyone)
-    rate, beta, wire = (
-        kit.as_input("diloco", "outer_learning_rate", outer_learning_rate),
-        outer_momentum,
-        worker.wire_dtype,
-    )
-
-    must_equal = () if wire is None and weight is None else ("params",)
+    feedback = Feedback.of("diloco", compressor, error_decay, worker, options)
+    schedule = after_steps(inner_steps, worker.everyone if feedback is None else feedback.everyone)
+    beta, wire = outer_momentum, worker.wire_dtype
+    rate = kit.as_input("diloco", "outer_learning_rate", outer_learning_rate)
+    if outer_optimizer is not None:
+        require_outer("diloco", outer_optimizer)
+        rule = "an outer optimizer has its own rate and momentum: df.sgd(0.7, momentum=0.9, nesterov=True)."
+        given = {"outer_learning_rate": outer_learning_rate, "outer_momentum": outer_momentum}
+        require((outer_learning_rate, beta) == (0.7, 0.9), "diloco", rule, **given)
+    must_equal = () if wire is None and weight is None and feedback is None else ("params",)
 
     def start(x: kit.Buckets) -> Memory:
-        return Memory(kit.copy_wide(x), kit.zeros_like(x), None if weight is None else no_weight(x))
+        phi, error = kit.copy_wide(x), None if feedback is None else kit.zeros_like(x)
+        b = kit.zeros_like(x) if outer_optimizer is None else outer_optimizer.init(phi)
+        return Memory(phi, b, None if weight is None else no_weight(x), error)
 
-    def mean_progress(phi: kit.Buckets, theta: kit.Buckets, own: Tensor | None, t: Tensor) -> kit.Buckets:
+    def mean_progress(theta: kit.Buckets, memory: Memory, t: Tensor) -> tuple[kit.Buckets, kit.Buckets | None]:
+        phi, own, error = memory.phi, memory.weight, memory.error
+        if feedback is not None and error is not None:
+            delta = progress(phi, theta) if own is None else worker.weighted(progress(phi, theta), t, schedule, own)
+            return feedback.mean(delta, error, schedule, t)
         if own is None:
-            return outer_gradient(phi, worker.mean(to_send(phi, theta, wire), t, schedule), wire)
-        return worker.mean(progress(phi, theta), t, schedule, own)
+            return outer_gradient(phi, worker.mean(to_send(phi, theta, wire), t, schedule), wire), error
+        return worker.mean(progress(phi, theta), t, schedule, own), error
 
     def outer(theta: kit.Buckets, memory: Memory, t: Tensor) -> tuple[kit.Buckets, Memory]:
-        phi, b, own = memory
-        delta, eta = mean_progress(phi, theta, own, t), kit.at(rate, t, phi)
-        b = kit.each(lambda b, delta: beta * b + delta, b, delta)
-        phi = kit.each(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b)
-        return phi, Memory(phi, b, None if own is None else torch.zeros_like(own))
+        (phi, b, own, _), (delta, error) = memory, mean_progress(theta, memory, t)
+        if outer_optimizer is None:
+            eta = kit.at(rate, t, phi)
+            b = kit.each(lambda b, delta: beta * b + delta, b, delta)
+            phi = kit.each(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b)
+        else:
+            u, b = outer_optimizer.update(delta, b, phi)
+            phi = kit.add(phi, u)
+        return phi, Memory(phi, b, None if own is None else torch.zeros_like(own), error)
 
     step = local_steps(worker, schedule, outer, weight=weigh)
-    return worker.algorithm(step, start, topology=worker.everyone, schedules=(schedule,), must_equal=must_equal)
+    return worker.algorithm(
+        step,
+        start,
+        topology=worker.everyone,
+        schedules=(schedule,),
+        must_equal=must_equal,
+        outer_optimizers=() if outer_optimizer is None else (outer_optimizer,),
+    )

@@ -54,13 +54,18 @@ def exact_diffusion(
     """
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
     kit.require_static_symmetric("exact_diffusion", topology)
+    return corrected(worker)
+
+
+def corrected(worker: kit.Worker, schedule: Topology | None = None) -> kit.Algorithm:
+    """Return exact diffusion, whose rounds are those of `schedule`; None: of the worker's own topology."""
 
     def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x, (c,) = state.params, state.memory
         g, local = worker.gradient(x, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, x)
         phi = kit.each(lambda x, u, c: x.to(c.dtype) + u + c, x, u, c)
-        posted = worker.post(phi, t)
+        posted = worker.post(phi, t, schedule)
         pull, phi = gossip.exact_difference(posted, gamma=0.5), kit.repaired(posted, phi)  # W̄ φ - φ
         x_next = kit.each(lambda phi, d, x: (phi + d).to(x.dtype), phi, pull, x)
         return kit.State(x_next, local, Memory(kit.add(c, pull))), g.metrics

@@ -15,14 +15,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Unpack
 
-import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.outer import after_steps, local_steps, progress, require_outer
-from decentfn.core import trees
+from decentfn.algorithms.outer import after_steps, cleared, local_steps, progress, require_outer
 from decentfn.core.trees import PyTree
-from decentfn.optim.transforms import RateState, sgd
+from decentfn.optim.transforms import sgd
 from decentfn.topologies import Topology, nth_round
 
 
@@ -35,8 +33,7 @@ class Memory(NamedTuple):
 
     def restart(self, x: kit.Buckets) -> Memory:
         """Start a round at `x` and set the state of the outer optimizer to 0, except for its learning rate."""
-        zeros = trees.map(torch.zeros_like, self.opt)
-        return Memory(kit.copy_wide(x), trees.map_nodes(RateState, lambda zero, rate: rate, zeros, self.opt))
+        return Memory(kit.copy_wide(x), cleared(self.opt))
 
 
 @kit.algorithm

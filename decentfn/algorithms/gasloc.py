@@ -23,7 +23,8 @@ from typing import Any, NamedTuple, Unpack
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.outer import after_steps, local_steps, progress
+from decentfn.algorithms.outer import Feedback, cleared, local_steps, mix_with_peers, no_error, peers, progress
+from decentfn.compressors import Compressor
 from decentfn.core.numbers import real, require
 from decentfn.topologies import Topology
 
@@ -33,12 +34,12 @@ class Memory(NamedTuple):
 
     phi: kit.Buckets  # parameters at the start of the round
     y: kit.Buckets  # end point of the last round
+    error: kit.Buckets | None = None  # error of compressed payloads; None without a compressor
     averaged = ("phi", "y")  # over the workers, by df.resize
 
-    @classmethod
-    def restart(cls, x: kit.Buckets) -> Memory:
+    def restart(self, x: kit.Buckets) -> Memory:
         """Start a round at `x`, without momentum."""
-        return cls(kit.copy_wide(x), kit.copy_wide(x))
+        return Memory(kit.copy_wide(x), kit.copy_wide(x), cleared(self.error))
 
 
 @kit.algorithm
@@ -52,6 +53,8 @@ def gasloc(
     outer_momentum: float = 0.7,
     gossip_step: float = 0.6,
     gossip_rounds: int = 1,
+    compressor: Compressor | None = None,
+    error_decay: float = 1.0,
     **options: Unpack[kit.Options],
 ) -> kit.Algorithm:
     """Train locally for H steps, then mix with one or two neighbors and continue along the own progress.
@@ -76,6 +79,9 @@ def gasloc(
         gossip_step: α in (0, 1]; the larger γ, or the longer the period of links that change (`one-peer-exp` of 64), the
             smaller. On static undirected ones 1 is safe, too.
         gossip_rounds: R >= 1; more than one are fast gossip averaging, on one symmetric mixing matrix (`kit.Worker.mix`).
+        compressor: C of the payload, with error feedback: x + (W - I) q in place of W x, which keeps the mean for every C. A
+            payload has the size of parameters, so C is precise, δ >= 1/2: `df.compressors.quantize()`, 8 bits.
+        error_decay: decay of the error, in [0, 1].
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
@@ -99,18 +105,22 @@ def gasloc(
     call = f"gasloc(gossip_step={gossip_step}, outer_momentum={outer_momentum})"
     way_out = "use 'random-matching' or a static undirected topology, a smaller gossip_step, or outer_momentum=0"
     kit.require_settling(call, topology, free, way_out)
-    schedule = after_steps(max(steps), topology)
+    feedback = Feedback.of("gasloc", compressor, error_decay, worker, options)
+    schedule = peers(feedback, max(steps), topology)
     rate = kit.as_input("gasloc", "outer_learning_rate", outer_learning_rate)
     momentum = kit.as_input("gasloc", "outer_momentum", outer_momentum)
     strength = kit.as_input("gasloc", "gossip_step", gossip_step)
 
     def outer(theta: kit.Buckets, memory: Memory, t: Tensor) -> tuple[kit.Buckets, Memory]:
-        phi, y_old = memory
+        phi, y_old, error = memory
         eta, gamma = kit.at(rate, t, phi), kit.at(momentum, t, phi)
         y = kit.each(lambda phi, back: phi - eta * back, phi, progress(phi, theta))
-        alpha, mixed = kit.at(strength, t, phi), worker.mix(y, t, schedule)
+        alpha, (mixed, error) = kit.at(strength, t, phi), mix_with_peers(worker, feedback, y, error, schedule, t)
         phi = kit.each(lambda mixed, y, old: y + alpha * (mixed - y) + gamma * (y - old), mixed, y, y_old)
-        return phi, Memory(phi, y)
+        return phi, Memory(phi, y, error)
+
+    def start(x: kit.Buckets) -> Memory:
+        return Memory(kit.copy_wide(x), kit.copy_wide(x), no_error(feedback, "gasloc", x))
 
     step = local_steps(worker, schedule, outer, own_steps=steps if min(steps) < max(steps) else ())
-    return worker.algorithm(step, Memory.restart, schedules=(schedule,))
+    return worker.algorithm(step, start, schedules=(schedule,))

@@ -1,6 +1,6 @@
 """Gradient tracking: every worker follows the mean gradient, so heterogeneous data leaves no bias.
 
-    x⁺ = W (x - η y);   y⁺ = W (y + g⁺ - g)       form="atc": NEXT (Di Lorenzo, Scutari, IEEE TSIPN 2016)
+    x⁺ = W (x - η y);   y⁺ = W (y + g⁺ - g)       form="atc": NEXT (Di Lorenzo, Scutari, IEEE TSIPN 2016), Aug-DGM, ATC-DIGing
     x⁺ = W (x - η y);   y⁺ = W y + g⁺ - g         form="semi-atc"
     x⁺ = W x - η y;     y⁺ = W y + g⁺ - g         form="awc": DIGing (Nedić, Olshevsky, Shi, SIAM J. Optim. 2017)
     y⁰ = g⁰

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.outer import after_steps, local_steps, progress
+from decentfn.algorithms.outer import Feedback, cleared, local_steps, mix_with_peers, no_error, peers, progress
+from decentfn.compressors import Compressor
 from decentfn.topologies import Topology
 
 
@@ -29,12 +30,12 @@ class Memory(NamedTuple):
 
     phi: kit.Buckets  # slow parameters, this worker's own
     b: kit.Buckets  # outer momentum, likewise
+    error: kit.Buckets | None = None  # error of compressed payloads; None without a compressor
     averaged = ("phi", "b")  # over the workers, by df.resize
 
-    @classmethod
-    def restart(cls, x: kit.Buckets) -> Memory:
+    def restart(self, x: kit.Buckets) -> Memory:
         """Take `x` as slow parameters and reset the outer momentum."""
-        return cls(kit.copy_wide(x), kit.zeros_like(x))
+        return Memory(kit.copy_wide(x), *cleared(self[1:]))
 
 
 @kit.algorithm
@@ -48,6 +49,8 @@ def noloco(
     beta: float = 0.7,
     gamma: float = 0.7,
     gossip_rounds: int = 1,
+    compressor: Compressor | None = None,
+    error_decay: float = 1.0,
     **options: Unpack[kit.Options],
 ) -> kit.Algorithm:
     """Train locally for H steps, then step along the neighbors' mean progress and toward their slow parameters.
@@ -66,6 +69,9 @@ def noloco(
         beta: β > 0.
         gamma: γ > 0.
         gossip_rounds: R >= 1; more than one are fast gossip averaging, on one symmetric mixing matrix (`kit.Worker.mix`).
+        compressor: C of the payload, with error feedback: x + (W - I) q in place of W x, which keeps the mean for every C. A
+            payload has the size of parameters, so C is precise, δ >= 1/2: `df.compressors.quantize()`, 8 bits.
+        error_decay: decay of the error, in [0, 1].
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
@@ -89,14 +95,19 @@ def noloco(
 
     way_out = "use a topology such as 'random-matching' or 'one-peer-exp', or a smaller alpha"
     kit.require_settling(f"noloco(alpha={alpha}, gamma={gamma})", topology, free, way_out)
-    schedule, gamma_input = after_steps(inner_steps, topology), kit.as_input("noloco", "gamma", gamma)
+    feedback = Feedback.of("noloco", compressor, error_decay, worker, options)
+    schedule, gamma_input = peers(feedback, inner_steps, topology), kit.as_input("noloco", "gamma", gamma)
 
     def outer(theta: kit.Buckets, memory: Memory, t: Tensor) -> tuple[kit.Buckets, Memory]:
-        (phi, b), of_phi = memory, kit.at(gamma_input, t, memory.phi)
+        (phi, b, error), of_phi = memory, kit.at(gamma_input, t, memory.phi)
         sent = kit.each(lambda phi, d: of_phi * phi - beta * d, phi, progress(phi, theta))
-        b = kit.each(lambda b, mixed, phi: alpha * b + (mixed - of_phi * phi), b, worker.mix(sent, t, schedule), phi)
+        mixed, error = mix_with_peers(worker, feedback, sent, error, schedule, t)
+        b = kit.each(lambda b, mixed, phi: alpha * b + (mixed - of_phi * phi), b, mixed, phi)
         phi = kit.each(torch.add, phi, b)
-        return phi, Memory(phi, b)
+        return phi, Memory(phi, b, error)
+
+    def start(x: kit.Buckets) -> Memory:
+        return Memory(kit.copy_wide(x), kit.zeros_like(x), no_error(feedback, "noloco", x))
 
     step = local_steps(worker, schedule, outer)
-    return worker.algorithm(step, Memory.restart, schedules=(schedule,))
+    return worker.algorithm(step, start, schedules=(schedule,))

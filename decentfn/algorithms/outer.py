@@ -7,7 +7,7 @@ which it `rests` leaves the memory as it is and is compiled separately: one grap
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,21 @@ from torch import Tensor
 
 from decentfn import kit
 from decentfn.comm import collectives, gossip
+from decentfn.comm.gossip.compressed import (
+    Compressed,
+    all_to_all,
+    as_messages,
+    difference_compressed,
+    post_compressed,
+    sum_compressed,
+)
+from decentfn.compressors import Compressor
 from decentfn.core import trees
+from decentfn.core.buckets import loose
+from decentfn.core.numbers import require
 from decentfn.core.scalars import Numbers
 from decentfn.core.trees import PyTree
+from decentfn.optim.transforms import RateState
 from decentfn.optim.transforms.transform import require_descent, require_pair, wants_mix
 from decentfn.topologies import Topology, every, later
 
@@ -34,6 +46,7 @@ def local_steps(
     post: Callable[[Any, Tensor], kit.Posted] | None = None,
     weight: kit.Weight | None = None,
     own_steps: Sequence[int] = (),
+    correction: Callable[[Any, Tensor], kit.Buckets] | None = None,
 ) -> Callable[[kit.State, PyTree, Tensor], tuple[kit.State, kit.Metrics]]:
     """Return the step `θ ← θ + u(θ, g(θ))`, followed by an outer step whenever `schedule` is active.
 
@@ -47,6 +60,7 @@ def local_steps(
             of `outer`.
         own_steps: number of steps that each worker takes before each outer step; none: all.
         weight: weight of the gradient, which is added to `memory.weight` in every step.
+        correction: `(memory, t) -> c`, wide, which is subtracted in every step: `θ ← θ + u - c`.
     """
     longest, counts = max(own_steps, default=1), Numbers(*own_steps)
 
@@ -65,6 +79,8 @@ def local_steps(
             trains = takes_part(theta, t)
             moves = g._replace(good=trains if g.good is None else g.good & trains)
         u, local = worker.update(g.grads, moves, local, theta)
+        if correction is not None:
+            u = kit.each(lambda u, c: u.to(c.dtype) - c, u, correction(memory, t))
         theta = kit.unless_bad(kit.add(theta, u), lambda: memory.phi)
         if g.weight is not None:
             memory = memory._replace(weight=memory.weight + g.weight.to(memory.weight.dtype))
@@ -79,10 +95,103 @@ def local_steps(
     return step
 
 
+class Feedback:
+    """Compressed messages with error feedback, `e ← β e + Δ; q = C(e); e ← e - q`; a method without it has `None`.
+
+    With β = 1 nothing is lost: what was sent and what e holds add up to all that was to be sent.
+    """
+
+    def __init__(self, call: str, compressor: Compressor, decay: float, num_workers: int) -> None:
+        kit.require_fractions(call, error_decay=decay)
+        self.compressor, self.everyone = compressor, all_to_all(num_workers)
+        self._decay = kit.as_input(call, "error_decay", decay)
+
+    @classmethod
+    def of(
+        cls, call: str, compressor: Compressor | None, decay: float, worker: kit.Worker, options: Mapping[str, Any]
+    ) -> Feedback | None:
+        """Return None without a compressor, or with `identity()`, which leaves no error."""
+        if compressor is None:
+            return None
+        kit.require_compressor(call, compressor, 1.0, options)
+        rule = "a compressed message is mixed once; leave gossip_rounds out."
+        require(worker.gossip_rounds == 1, call, rule, gossip_rounds=worker.gossip_rounds)
+        feedback = cls(call, compressor, decay, worker.topology.num_workers)
+        return None if compressor.name == "identity()" else feedback
+
+    def add(self, delta: kit.Buckets, e: kit.Buckets, t: Tensor) -> kit.Buckets:
+        """Return `β e + Δ`."""
+        beta = kit.at(self._decay, t, e)
+        return kit.each(lambda e, delta: beta * e + delta, e, delta)
+
+    def post(self, e: kit.Buckets, schedule: Topology, t: Tensor) -> Compressed:
+        """Start to send q; `schedule` has rounds of `everyone`, or of messages to neighbors."""
+        return post_compressed(e, self.compressor, schedule, t)
+
+    def post_fragments(
+        self, fragments: Fragments, e: kit.Buckets, schedules: Sequence[Topology], t: Tensor
+    ) -> tuple[list[Compressed], kit.Buckets]:
+        """Start to send q of each fragment of e; also return `e - q`."""
+        pieces = [gossip.narrow(b, plan.dtype) for b, plan in zip(e, e.plan.buckets, strict=True)]
+        pairs = zip(fragments.split(pieces), schedules, strict=True)
+        posted = [self.post(loose(fragment), schedule, t) for fragment, schedule in pairs]
+        return posted, kit.each(torch.sub, e, fragments.join([q.sent for q in posted], e.plan))
+
+    def mean(
+        self, delta: kit.Buckets, e: kit.Buckets, schedule: Topology, t: Tensor
+    ) -> tuple[kit.Buckets, kit.Buckets]:
+        """Return the mean of all q and the new e."""
+        e = self.add(delta, e, t)
+        q = self.post(e, schedule, t)
+        return mean_compressed(q), kit.each(torch.sub, e, q.sent)
+
+    def mix(self, x: kit.Buckets, e: kit.Buckets, schedule: Topology, t: Tensor) -> tuple[kit.Buckets, kit.Buckets]:
+        """Return `x + (W - I) q`, with x for Δ, whose mean over the workers is that of x, and the new e."""
+        e = self.add(x, e, t)
+        q = self.post(e, schedule, t)
+        return kit.add(kit.repaired(q.posted, x), difference_compressed(q)), kit.each(torch.sub, e, q.sent)
+
+
+def peers(feedback: Feedback | None, inner_steps: int, topology: Topology) -> Topology:
+    """Return the schedule of rounds with peers; compressed values cannot be averaged in groups."""
+    return after_steps(inner_steps, topology if feedback is None else as_messages(topology))
+
+
+def no_error(feedback: Feedback | None, call: str, x: kit.Buckets) -> kit.Buckets | None:
+    """Return the first error of a payload for peers; raise ValueError unless its compressor has δ >= 1/2."""
+    if feedback is None:
+        return None
+    deltas = [feedback.compressor.delta(plan) or 0.0 for plan in x.plan.buckets]
+    rule = f"peers receive parameters, so δ >= 1/2, not {min(deltas):.2g}; use quantize(bits=8), or choco_sgd or beer."
+    require(min(deltas) >= 0.5, call, rule, compressor=feedback.compressor)
+    return kit.zeros_like(x)
+
+
+def mix_with_peers(
+    worker: kit.Worker, feedback: Feedback | None, x: kit.Buckets, e: kit.Buckets | None, schedule: Topology, t: Tensor
+) -> tuple[kit.Buckets, kit.Buckets | None]:
+    """Return W x and the error, which is None without feedback."""
+    if feedback is None or e is None:
+        return worker.mix(x, t, schedule), None
+    return feedback.mix(x, e, schedule, t)
+
+
+def mean_compressed(q: Compressed, after: Iterable[Tensor] = ()) -> kit.Buckets:
+    """Wait for the messages of all workers, and return their mean, bit for bit equal on all; `after` as for `collect`."""
+    total = sum_compressed(q._replace(posted=q.posted._replace(after=tuple(after))))
+    share = kit.once(1 / (1 + (q.posted.row.sources >= 0).sum()).double())
+    return kit.each(lambda total: share.to(total.dtype) * total, total)
+
+
 def no_weight(x: kit.Buckets, *shape: int) -> Tensor:
     """Return zeros of this shape, to count tokens in: float32, or float64 if any of the parameters are."""
     dtype = functools.reduce(torch.promote_types, [kit.wide(b.dtype) for b in x])
     return torch.zeros(shape, dtype=dtype, device=x[0].device)
+
+
+def cleared(memory: Any) -> Any:
+    """Return zeros in place of an outer step's memory, except for learning rates, which the outer optimizer keeps."""
+    return trees.map_nodes(RateState, lambda zero, rate: rate, trees.map(torch.zeros_like, memory), memory)
 
 
 def require_outer(call: str, outer_optimizer: Any) -> None:

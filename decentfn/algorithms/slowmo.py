@@ -13,10 +13,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Unpack
 
+import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.outer import after_steps, progress
+from decentfn.algorithms.outer import Feedback, after_steps, cleared, progress
+from decentfn.compressors import Compressor
+from decentfn.core import trees
 from decentfn.core.trees import PyTree
 from decentfn.optim.transforms.basic import Scalar
 from decentfn.topologies import Topology, paused
@@ -27,12 +30,12 @@ class Memory(NamedTuple):
 
     x0: kit.Buckets  # parameters after the last slow step
     u: kit.Buckets  # slow momentum, in units of a gradient (of an update if learning_rate is 1)
-    averaged = ("x0", "u")  # over the workers, by df.resize
+    error: kit.Buckets | None = None  # error of compressed progress; None without a compressor
+    averaged = ("x0", "u", "error")  # over the workers, by df.resize
 
-    @classmethod
-    def restart(cls, x: kit.Buckets) -> Memory:
+    def restart(self, x: kit.Buckets) -> Memory:
         """Take `x` as slow parameters and reset the slow momentum."""
-        return cls(kit.copy_wide(x), kit.zeros_like(x))
+        return Memory(kit.copy_wide(x), *cleared(self[1:]))
 
 
 @kit.algorithm
@@ -45,6 +48,8 @@ def slowmo(
     alpha: float = 1.0,
     beta: float = 0.7,
     learning_rate: Scalar = 1.0,
+    compressor: Compressor | None = None,
+    error_decay: float = 1.0,
     **options: Unpack[kit.Options],
 ) -> kit.Algorithm:
     """Adapt then combine on `topology`; every H steps, average over all workers and take a step of slow momentum.
@@ -64,6 +69,8 @@ def slowmo(
         beta: β in [0, 1].
         learning_rate: η as a function of t, if the optimizer's learning rate changes (then u is in units of a
             gradient). The parameters do not depend on a constant η, so omit a constant one.
+        compressor: C of what is averaged, with error feedback; as for `diloco`.
+        error_decay: its decay, in [0, 1].
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
@@ -76,26 +83,32 @@ def slowmo(
     kit.require_rate("slowmo", learning_rate=learning_rate)
     rate = kit.as_input("slowmo", "learning_rate", learning_rate)
 
-    outer = after_steps(inner_steps, worker.everyone)
+    feedback = Feedback.of("slowmo", compressor, error_decay, worker, options)
+    outer = after_steps(inner_steps, worker.everyone if feedback is None else feedback.everyone)
     inner = paused(topology, outer)
 
     def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         eta = kit.at(rate, t, state.params)
         per_eta = kit.reciprocal(eta)
-        x, (x0, u) = state.params, state.memory
+        x, (x0, u, error) = state.params, state.memory
         g, local = worker.gradient(x, state.local, batch, t)
         v, local = worker.update(g.grads, g, local, x)
         # The mean of all W x is the mean of all x, so a step that averages need not mix.
         x = worker.mix(kit.add(x, v), t, inner)
         if kit.rests(outer):
             return kit.State(x, local, state.memory), g.metrics
-        x_h = worker.mean(x, t, outer)
+        if feedback is None or error is None:
+            moved, error_new = progress(x0, worker.mean(x, t, outer)), None
+        else:
+            moved, error_new = feedback.mean(progress(x0, x), error, outer, t)
         due = kit.is_active(outer, t, x)
-        moved = progress(x0, x_h)
         u_new = kit.each(lambda u, d: beta * u + d * per_eta, u, moved)
         # Not α η u⁺, which would lose the round if η has fallen to 0 in it.
         slow = kit.each(lambda x0, u, d: x0 - alpha * (eta * beta * u + d), x0, u, moved)
-        memory = Memory(kit.where(due, slow, x0), kit.where(due, u_new, u))
+        memory = trees.map(lambda old, new: torch.where(due, new, old), state.memory, Memory(slow, u_new, error_new))
         return kit.State(kit.where(due, slow, x), local, memory), g.metrics
 
-    return worker.algorithm(step, Memory.restart, schedules=(outer,))
+    def start(x: kit.Buckets) -> Memory:
+        return Memory(kit.copy_wide(x), kit.zeros_like(x), None if feedback is None else kit.zeros_like(x))
+
+    return worker.algorithm(step, start, schedules=(outer,), must_equal=() if feedback is None else ("params",))

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.outer import after_steps, local_steps, progress
-from decentfn.comm.gossip.compressed import all_to_all, post_compressed, sum_compressed
+from decentfn.algorithms.outer import Feedback, after_steps, local_steps, progress
+from decentfn.comm.gossip.compressed import sum_compressed
 from decentfn.compressors import Compressor, chunk_top_k
 from decentfn.topologies import Topology
 
@@ -55,7 +55,8 @@ def sparse_loco(
     The messages are added in the order of the workers, which keeps φ bitwise identical.
     Sent: one compressed message per bucket to each of the N - 1 others in every H-th step, after the update, so it
     does not overlap with the gradient; nothing in all other steps.
-    With `decay=0, compressor=identity()` it is `diloco` without momentum.
+    It is `diloco(outer_momentum=0, compressor=..., error_decay=...)`, which keeps a momentum too; with
+    `decay=0, compressor=identity()` it is `diloco` without momentum.
 
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
@@ -76,16 +77,15 @@ def sparse_loco(
     kit.require_whole("sparse_loco", inner_steps=inner_steps)
     kit.require_positive("sparse_loco", outer_learning_rate=outer_learning_rate)
     kit.require_fractions("sparse_loco", decay=decay)
-    schedule = after_steps(inner_steps, all_to_all(topology.num_workers))
+    feedback = Feedback("sparse_loco", compressor, decay, topology.num_workers)
+    schedule = after_steps(inner_steps, feedback.everyone)
     rate = kit.as_input("sparse_loco", "outer_learning_rate", outer_learning_rate)
-    kept = kit.as_input("sparse_loco", "decay", decay)
 
     def outer(theta: kit.Buckets, memory: Memory, t: Tensor) -> tuple[kit.Buckets, Memory]:
         phi, error = memory
-        alpha, beta = kit.at(rate, t, phi), kit.at(kept, t, phi)
-        error = kit.each(lambda e, delta: beta * e + delta, error, progress(phi, theta))
-        q = post_compressed(error, compressor, schedule, t)
-        share = kit.once(alpha / (1 + (q.posted.row.sources >= 0).sum()).double())
+        error = feedback.add(progress(phi, theta), error, t)
+        q = feedback.post(error, schedule, t)
+        share = kit.once(kit.at(rate, t, phi) / (1 + (q.posted.row.sources >= 0).sum()).double())
         phi = kit.each(lambda phi, total: phi - share.to(phi.dtype) * total, phi, sum_compressed(q))
         return phi, Memory(phi, kit.each(torch.sub, error, q.sent))
 

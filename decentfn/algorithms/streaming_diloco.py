@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.outer import Fragments, outer_gradient, to_send
+from decentfn.algorithms.outer import Feedback, Fragments, cleared, mean_compressed, outer_gradient, progress, to_send
 from decentfn.comm import gossip
+from decentfn.comm.gossip.compressed import Compressed
+from decentfn.compressors import Compressor
 from decentfn.core.buckets import loose
 from decentfn.core.trees import PyTree
 from decentfn.topologies import Topology
@@ -33,13 +35,12 @@ class Memory(NamedTuple):
     b: kit.Buckets  # outer momentum, likewise
     delta: kit.Buckets | None  # outer gradients that have arrived and wait to be applied; None if delay <= 1
     waits: Tensor | None  # [P] bool: fragments of which one does; None if delay <= 1
-    averaged = ("phi", "b", "delta", "waits")  # over the workers, by df.resize
+    error: kit.Buckets | None = None  # error of compressed progress; None without a compressor
+    averaged = ("phi", "b", "delta", "waits", "error")  # over the workers, by df.resize
 
     def restart(self, x: kit.Buckets) -> Memory:
         """Take `x` as outer parameters; reset the outer momentum, and drop outer gradients that wait."""
-        if self.delta is None or self.waits is None:
-            return Memory(kit.copy_wide(x), kit.zeros_like(x), None, None)
-        return Memory(kit.copy_wide(x), kit.zeros_like(x), kit.zeros_like(x), torch.zeros_like(self.waits))
+        return Memory(kit.copy_wide(x), *cleared(self[1:]))
 
 
 @kit.algorithm
@@ -54,6 +55,8 @@ def streaming_diloco(
     alpha: float = 0.5,
     outer_learning_rate: float = 0.7,
     outer_momentum: float = 0.9,
+    compressor: Compressor | None = None,
+    error_decay: float = 1.0,
     **options: Unpack[kit.Options],
 ) -> kit.Algorithm:
     """Average one fragment at a time, each every H steps, while training continues.
@@ -77,6 +80,8 @@ def streaming_diloco(
         alpha: α in [0, 1]; 0 uses the outer parameters alone.
         outer_learning_rate: η > 0.
         outer_momentum: β in [0, 1], Nesterov's.
+        compressor: C of what is averaged, with error feedback; as for `diloco`.
+        error_decay: its decay, in [0, 1].
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
@@ -95,37 +100,47 @@ def streaming_diloco(
         )
     rate = kit.as_input("streaming_diloco", "outer_learning_rate", outer_learning_rate)
     beta, wire = outer_momentum, worker.wire_dtype
-    fragments = Fragments(num_fragments, inner_steps, worker.everyone)
+    feedback = Feedback.of("streaming_diloco", compressor, error_decay, worker, options)
+    fragments = Fragments(num_fragments, inner_steps, worker.everyone if feedback is None else feedback.everyone)
     launches, arrivals = fragments.schedules(0 if delay else -1), fragments.schedules(delay - 1)
 
     def start(x: kit.Buckets) -> Memory:
-        if delay <= 1:
-            return Memory(kit.copy_wide(x), kit.zeros_like(x), None, None)
-        waits = torch.zeros(num_fragments, dtype=torch.bool, device=x[0].device)
-        return Memory(kit.copy_wide(x), kit.zeros_like(x), kit.zeros_like(x), waits)
+        waits = torch.zeros(num_fragments, dtype=torch.bool, device=x[0].device) if delay > 1 else None
+        error = None if feedback is None else kit.zeros_like(x)
+        return Memory(kit.copy_wide(x), kit.zeros_like(x), kit.zeros_like(x) if delay > 1 else None, waits, error)
 
-    def launch(theta: kit.Buckets, phi: kit.Buckets, t: Tensor) -> list[kit.Posted]:
-        sent = fragments.split([gossip.narrow(bucket, wire) for bucket in to_send(phi, theta, wire)])
-        pairs = zip(sent, launches, strict=True)
-        return [worker.post(loose(fragment), t, schedule) for fragment, schedule in pairs]
+    def launch(theta: kit.Buckets, memory: Memory, t: Tensor) -> tuple[list[Any], kit.Buckets | None]:
+        """Post each fragment; also return the error that they leave."""
+        phi, error = memory.phi, memory.error
+        if feedback is None or error is None:
+            sent = fragments.split([gossip.narrow(bucket, wire) for bucket in to_send(phi, theta, wire)])
+            pairs = zip(sent, launches, strict=True)
+            return [worker.post(loose(fragment), t, schedule) for fragment, schedule in pairs], None
+        fed = feedback.add(progress(phi, theta), error, t)
+        several, left = feedback.post_fragments(fragments, fed, launches, t)
+        return several, kit.where(fragments.mask(phi, fragments.turn(phi, launches, t)), left, error)
 
-    def collect(posted: list[kit.Posted], phi: kit.Buckets, after: kit.Buckets) -> kit.Buckets:
+    def collect(posted: list[Any], phi: kit.Buckets, after: kit.Buckets) -> kit.Buckets:
+        if feedback is not None:
+            return fragments.join([mean_compressed(q, after) for q in posted], phi.plan)
         means = [gossip.collect(fragment, after=after) for fragment in posted]
         return outer_gradient(phi, fragments.join(means, phi.plan), wire)
 
-    must_equal = () if wire is None else ("params",)
+    must_equal = () if wire is None and feedback is None else ("params",)
 
     def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
-        theta, (phi, b, waiting, waits) = state.params, state.memory
-        rest = kit.rests(*launches, *arrivals)
-        posted = launch(theta, phi, t) if delay and not rest else []
-        g, local = worker.gradient(theta, state.local, batch, t, after=posted)
+        theta, (phi, b, waiting, waits, error) = state.params, state.memory
+        rest, posted = kit.rests(*launches, *arrivals), []
+        if delay and not rest:
+            posted, error = launch(theta, state.memory, t)
+        under_way = [one.posted if isinstance(one, Compressed) else one for one in posted]
+        g, local = worker.gradient(theta, state.local, batch, t, after=under_way)
         u, local = worker.update(g.grads, g, local, theta)
         theta = kit.unless_bad(kit.add(theta, u), lambda: phi)
         if rest:
             return kit.State(theta, local, state.memory), g.metrics
         if not delay:
-            posted = launch(theta, phi, t)
+            posted, error = launch(theta, state.memory, t)
         delta = collect(posted, phi, g.grads)
         due = fragments.turn(phi, arrivals, t)
         if waiting is not None and waits is not None:
@@ -138,7 +153,7 @@ def streaming_diloco(
         phi_new = kit.each(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b_new)
         theta_new = kit.each(lambda phi, theta: (1 - alpha) * phi + alpha * theta, phi_new, theta)
         mask = fragments.mask(phi, due)
-        memory = Memory(kit.where(mask, phi_new, phi), kit.where(mask, b_new, b), waiting, waits)
+        memory = Memory(kit.where(mask, phi_new, phi), kit.where(mask, b_new, b), waiting, waits, error)
         return kit.State(kit.where(mask, theta_new, theta), local, memory), g.metrics
 
     schedules = (*launches, *arrivals)

@@ -121,11 +121,7 @@ def random_k(fraction: float = 0.01, *, k: int | None = None, seed: int = 0) -> 
         return [(1, torch.int64), (_count(plan, fraction, k), plan.dtype)]
 
     def places(drawn: Tensor, plan: BucketPlan) -> Tensor:
-        count = _count(plan, fraction, k)
-        u = wire.uniform(seed, 0, 0, (count + 1,), drawn.view(()))
-        edges = torch.arange(count + 1, device=drawn.device) * plan.numel // max(1, count)
-        offsets = (u[1:] * (edges[1:] - edges[:-1])).long()
-        return (edges[:-1] + offsets + (u[:1] * plan.numel).long()) % max(1, plan.numel)
+        return spread(seed, 0, 0, _count(plan, fraction, k), plan.numel, drawn.view(()))
 
     def encode(x: Tensor, plan: BucketPlan, key: Key) -> tuple[Tensor, Tensor]:
         drawn = once(draws.bits(seed, key.t, key.bucket, (1,), worker=key.worker))
@@ -136,6 +132,14 @@ def random_k(fraction: float = 0.01, *, k: int | None = None, seed: int = 0) -> 
 
     name = f"random_k({fraction}, seed={seed})" if k is None else f"random_k(k={k}, seed={seed})"
     return packed(name, fields, encode, decode, lambda plan: _share(plan, fraction, k))
+
+
+def spread(seed: int, t: Tensor | int, stream: int, count: int, numel: int, worker: Tensor) -> Tensor:
+    """Draw `count` different places of `numel`, int64: one of each of `count` strata, all rotated by a random offset."""
+    u = wire.uniform(seed, t, stream, (count + 1,), worker)
+    edges = torch.arange(count + 1, device=u.device) * numel // max(1, count)
+    offsets = (u[1:] * (edges[1:] - edges[:-1])).long()
+    return (edges[:-1] + offsets + (u[:1] * numel).long()) % max(1, numel)
 
 
 def _count(plan: BucketPlan, fraction: float, k: int | None) -> int:

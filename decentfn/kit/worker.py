@@ -291,12 +291,15 @@ class Worker:
                 the worker out, and if all are 0, so is the result. Exchanges one number more, for which all wait.
         """
         everyone = everyone or self.everyone
-        if weight is not None:
-            sent = [gossip.narrow(b, plan.dtype, self.wire_dtype) for b, plan in zip(x, x.plan.buckets, strict=True)]
-            own = gossip.beside(sent, weight.detach().to(torch.float64))
-            mean = gossip.mean(loose([own.reshape(1)]), everyone, t)[0][0]
-            x = scale(x, torch.where(mean != 0, own / mean, torch.zeros_like(mean)))
+        x = x if weight is None else self.weighted(x, t, everyone, weight)
         return gossip.mean(x, everyone, t, wire_dtype=self.wire_dtype)
+
+    def weighted(self, x: Buckets, t: Tensor, everyone: Topology, weight: Tensor) -> Buckets:
+        """Return `x w / mean_j w_j`, whose mean over the workers is the weighted one; arguments as for `mean`."""
+        sent = [gossip.narrow(b, plan.dtype, self.wire_dtype) for b, plan in zip(x, x.plan.buckets, strict=True)]
+        own = gossip.beside(sent, weight.detach().to(torch.float64))
+        mean = gossip.mean(loose([own.reshape(1)]), everyone, t)[0][0]
+        return scale(x, torch.where(mean != 0, own / mean, torch.zeros_like(mean)))
 
 
 def _after(batch: PyTree, posted: Posted | Sequence[Posted]) -> PyTree:
