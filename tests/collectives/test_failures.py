@@ -289,7 +289,7 @@ def call_outside(call, last_rank, timeout):
 def test_a_call_outside_steps_names_its_step_and_the_process_that_is_gone(call):
     for error in call_outside(call, lambda: "leaves", 20)[:2]:
         assert isinstance(error, df.errors.PeerLost) and (error.step, error.peer, error.next_step) == (1, 2, 2), error
-        assert str(error).startswith(f"{call} failed on process") and "after step t=1; process 2 has died" in str(error)
+        assert str(error).startswith(f"{call} failed on process") and "after step t=1; process 2 exited" in str(error)
 
 
 def test_a_process_that_is_only_late_is_never_called_dead():
