@@ -151,14 +151,14 @@ def _evaluate(
     batch = micro_batches(batch) if many else batch
     if torch.compiler.is_dynamo_compiling():
         e = traced(params, buffers, batch, scale)
-        if _depends_on_ungiven(e.loss, (params, buffers, batch)):
+        if e.loss.requires_grad and not _require_grad((params, buffers, batch)):
             raise RuntimeError("the loss takes a gradient of others than its parameters")  # run eagerly, it names them
         return e
     try:
         with record_function("decentfn::gradient"):
             e = traced(params, buffers, batch, scale)
         loss = functorch.all_rows(e.loss, e.loss)[0] if functorch.is_batched(e.loss) else e.loss
-        if _depends_on_ungiven(loss, (params, buffers, batch)):
+        if loss.requires_grad and not _require_grad((params, buffers, batch)):  # after its gradient
             require_none(ungiven(loss, ()))
         return e
     except Exception as error:
@@ -182,6 +182,6 @@ _WAY_OUT = (
 )
 
 
-def _depends_on_ungiven(loss: Tensor, given: PyTree) -> bool:
-    """Return True if the loss, after its gradient, still requires one, and not because of the tensors it was given."""
-    return loss.requires_grad and not any(isinstance(x, Tensor) and x.requires_grad for x in trees.leaves(given))
+def _require_grad(given: PyTree) -> bool:
+    """Return True if a tensor that the loss was given requires a gradient."""
+    return any(isinstance(x, Tensor) and x.requires_grad for x in trees.leaves(given))

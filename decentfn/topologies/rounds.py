@@ -148,7 +148,7 @@ class Topology:
         one = self
         while one.turn is not None:
             one, t = one.turn(t)
-        return one.round(t).is_active
+        return one._rounds(t if one.draw else t % len(one.sources)).is_active
 
     def peers(self, t: int | Tensor) -> Peers:
         """Return the peers of step `t` as Python integers."""

@@ -64,6 +64,10 @@ class Row(NamedTuple):
     given: Tensor  # [K] float64, weights of its messages at the receivers; W[j, i], while `weights` are W[i, j]
 
 
+_ROUNDS = 4096
+"""Most rounds that a session keeps."""
+
+
 class Found(NamedTuple):
     """Round of a step, which `Session.rounds` keeps: it is found once, before the step or by its first operator."""
 
@@ -77,19 +81,20 @@ class Found(NamedTuple):
     @classmethod
     def of(cls, here: World, handle: Tensor, t: Tensor) -> Found:
         """Find round t of the schedule with this handle."""
-        found = cls(here.schedule(by_handle(handle)), int(t), (handle, t))
-        if here.session.is_running:
-            here.session.rounds[id(handle), id(t)] = found
+        found, rounds = cls(here.schedule(by_handle(handle)), int(t), (handle, t)), here.session.rounds
+        if len(rounds) > _ROUNDS:  # without a step that would begin with none
+            rounds.clear()
+        rounds[id(handle), id(t)] = found
         return found
 
 
 def resting(schedules: Sequence[Topology], t: Tensor, number: int) -> tuple[Topology, ...]:
     """Find the rounds of step t; return the schedules, of which `rests` is then True, if all rest in it."""
     here, is_active = context.step_world or world(), False
+    here.session.rounds.clear()
     for one in schedules:
         topology = here.schedule(one)
-        if here.session.is_running:
-            here.session.rounds[id(one.handle), id(t)] = Found(topology, number, (one.handle, t))
+        here.session.rounds[id(one.handle), id(t)] = Found(topology, number, (one.handle, t))
         is_active = is_active or topology.is_active(number)
     return () if is_active else tuple(schedules)
 

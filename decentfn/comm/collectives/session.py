@@ -117,7 +117,7 @@ class Session:
         self.own_steps = False
         """True if each rank counts its own steps (`mailbox.Mailbox`), so that their t is not compared."""
         self.rounds: dict[tuple[int, int], Any] = {}
-        """Rounds that operators of the running step have found (`lookup.Found`)."""
+        """Rounds of the running step that were found (`lookup.Found`)."""
         self.at = 0
         """Running step, or the last one."""
         self.before = 0
@@ -138,7 +138,6 @@ class Session:
         self.is_running, self.at, self.before = True, t, self.calls
         self.board.steps.append((self.calls, t))
         self.board.met.clear()
-        self.rounds.clear()
 
     def leave(self) -> None:
         """End a step."""
