@@ -39,8 +39,6 @@ DTYPES = {
 }
 """Dtypes of safetensors files, by their names there."""
 
-GENERATOR = "generator/"
-"""Prefix of the names of torch's generators' states."""
 _LEAVES = "leaves"
 BUFFERS = "local.buffers."
 """Prefix of the names of a module's buffers, frozen parameters among them."""
