@@ -126,7 +126,7 @@ def encoded(
     tensors: Mapping[str, Tensor], places: Mapping[str, Place] | None = None, *, tied: Mapping[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a safetensors file without copying; tensors are on the CPU. `tied`: names of others in the file."""
-    own = (tied or {}) if places is None else {_LEAVES: json.dumps({n: p._asdict() for n, p in places.items()})}
+    own = dict(tied or {}) if places is None else {_LEAVES: json.dumps({n: p._asdict() for n, p in places.items()})}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"} | own}
     start = 0
     for name, x in tensors.items():

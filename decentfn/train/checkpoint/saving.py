@@ -155,7 +155,10 @@ class Saver:
                 in the first call, the directory holds checkpoints, and no process has restored one of them.
             OSError, RuntimeError: on all processes, the previous checkpoint was not written; earlier ones are complete.
         """
-        self._require_open("save")
+        if self._is_closed:
+            raise ValueError(
+                f"Saver({str(self.directory)!r}).save: it is closed and has released the directory; open another."
+            )
         self._follow()
         self.wait()
         content = self._content(state, step, extra, score, copy=True)
@@ -189,12 +192,6 @@ class Saver:
             if error is None:
                 raise  # otherwise the error that ended the run is raised, and this one is logged
 
-    def _require_open(self, call: str) -> None:
-        if self._is_closed:
-            raise ValueError(
-                f"Saver({str(self.directory)!r}).{call}: it is closed and has released the directory; open another."
-            )
-
     def _claim(self) -> list[int]:
         if self._lock.is_locked:
             return self._found
@@ -215,13 +212,12 @@ class Saver:
 
     def _content(self, state: Any, step: int, extra: Any, score: float | None, *, copy: bool = False) -> _Content:
         made: list[_Content] = []
-        arguments = (state, step, self._config, extra, score, copy, self._frozen)
 
         def make() -> bool:
-            made.append(_content_of(*arguments))
-            step = made[0].about["step"]
+            made.append(_content_of(state, step, self._config, extra, score, copy, self._frozen))
+            now = made[0].about["step"]
             rule = f"the last checkpoint is of step {self._last}, and steps count on over all epochs; pass t + 1 (df.data.epochs)."
-            require(step >= self._last, "save", rule, step=step)
+            require(now >= self._last, "save", rule, step=now)
             return self._started > 0 or self.directory.resolve() in files.own
 
         if not any(together("save", make)) and self._found:
