@@ -337,7 +337,7 @@ def train(config: Config, until_the_end: ExitStack) -> dict[str, Any]:
         stop = until_the_end.enter_context(df.preemption(config.checkpoint / "preempted.json"))
         ctrl_c = signal.signal(signal.SIGINT, signal.getsignal(signal.SIGTERM))  # a signal like the others
         until_the_end.callback(signal.signal, signal.SIGINT, ctrl_c)
-        saver = until_the_end.enter_context(df.checkpoint.Saver(config.checkpoint, topology=topology))
+        saver = until_the_end.enter_context(df.checkpoint.Saver(config.checkpoint))
 
     started = logged = time.perf_counter()
     since, mean_loss = 0, math.nan  # steps since the last line

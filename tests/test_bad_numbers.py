@@ -225,7 +225,7 @@ ELSEWHERE = {
     "of a step": ["collect", "difference", "scale", "distance_in_steps", "set_learning_rate"],
     "testing": ["hostile", "on_ranks"],
     "draws, which steps call while they run": ["bits", "integers", "permutation", "sign", "uniform"],
-    "Decent-DP": ["clip_by_buckets", "cosine_with_warmup"],
+    "Decent-DP": ["clip_by_buckets"],
 }
 """Functions that also take numbers, but are tried in their own tests."""
 CASES = [(use, f, args) for use, calls in BASES.values() for f, args in calls.items()]

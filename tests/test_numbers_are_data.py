@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import decentfn as df
-from decentfn.compat import decent_dp
 from decentfn.optim import schedules as s
 
 TARGET = torch.tensor([1.0, -2.0, 3.0])
@@ -84,7 +83,7 @@ def test_a_tensor_that_lowers_a_schedule_compiles_nothing():
             marks=pytest.mark.thorough,
         ),
         pytest.param(
-            lambda k: df.adam(decent_dp.cosine_with_warmup(0.1 * k, 10 * k, k), weight_decay=s.linear(k, 0.0, k)),
+            lambda k: df.adam(s.inverse_sqrt(0.1 * k, k), weight_decay=s.linear(k, 0.0, k)),
             lambda k: s.polynomial(0.9, 0.1, k, k),
             marks=pytest.mark.thorough,
         ),

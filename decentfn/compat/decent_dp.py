@@ -20,15 +20,13 @@ Source: decent-dp 0.2.3 (PyPI); Wang et al., ICLR 2025.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from decentfn.core.numbers import checks_numbers, require
-from decentfn.core.scalars import Numbers
+from decentfn.core.numbers import checks_numbers
 from decentfn.engine.simulation import stack
 from decentfn.optim.transforms import Transform, clip_by_global_norm, partition
 from decentfn.topologies import Round, Topology
@@ -37,7 +35,6 @@ from decentfn.train.consensus import consensus_mean, is_stacked, with_params
 __all__ = [
     "buckets",
     "clip_by_buckets",
-    "cosine_with_warmup",
     "decays",
     "keep_average",
     "schedule",
@@ -87,44 +84,6 @@ def schedule(topology: Topology) -> Topology:
 
     name = f"{topology.name} in Decent-DP's order"
     return _Unbalanced(name, topology.num_workers, sources, weights, groups, mean_weights, draw=draw)
-
-
-@checks_numbers
-def cosine_with_warmup(
-    learning_rate: float, t_max: int, t_warmup: int, cosine_eta_min: float = 1e-6, warmup_decay: float = 0.01
-) -> Callable[[Tensor], Tensor]:
-    """Schedule of the learning rate: a linear warm-up, then a cosine of `t_max` updates.
-
-    For u < t_warmup: `lr (w + (1-w) u/t_warmup)`, w = `warmup_decay`; then
-    `η + (lr - η)(1 + cos(π (u - t_warmup)/t_max))/2`, η = `cosine_eta_min`. The cosine ends at count
-    `t_warmup + t_max` and then rises again, as in Decent-DP.
-
-    Args:
-        learning_rate: lr >= 0, the highest value.
-        t_max: updates of the cosine, >= 1, not counting the warm-up.
-        t_warmup: updates of the warm-up, >= 0.
-        cosine_eta_min: η >= 0, the lowest value of the cosine.
-        warmup_decay: w in [0, 1], the fraction of lr at count 0.
-    Source: Decent-DP 0.2, `lr_scheduler_fn_cosine_with_warmup`.
-    """
-    in_range = learning_rate >= 0 and cosine_eta_min >= 0
-    rule = "learning_rate and cosine_eta_min are >= 0."
-    require(in_range, "cosine_with_warmup", rule, learning_rate=learning_rate, cosine_eta_min=cosine_eta_min)
-    require(t_max >= 1, "cosine_with_warmup", "t_max is an integer >= 1, a number of updates.", t_max=t_max)
-    require(t_warmup >= 0, "cosine_with_warmup", "t_warmup is >= 0; 0 is no warm-up.", t_warmup=t_warmup)
-    in_range = 0 <= warmup_decay <= 1
-    require(in_range, "cosine_with_warmup", "warmup_decay is in [0, 1].", warmup_decay=warmup_decay)
-
-    numbers = Numbers(learning_rate, t_max, t_warmup, cosine_eta_min, warmup_decay)
-
-    def at(count: Tensor) -> Tensor:
-        count = torch.as_tensor(count)
-        u, (lr, t_max, t_warmup, eta_min, w) = count.to(torch.float64), numbers.on(count)
-        warmup = lr * (w + (1 - w) * u / torch.clamp(t_warmup, min=1.0))
-        main = eta_min + (lr - eta_min) * (1 + torch.cos(math.pi * (u - t_warmup) / t_max)) / 2
-        return torch.where(u < t_warmup, warmup, main)
-
-    return at
 
 
 class _Unbalanced(Topology):

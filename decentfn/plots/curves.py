@@ -74,11 +74,11 @@ def run(log: str | os.PathLike[str] | Iterable[Mapping[str, Any]]) -> Figure:
 
     Args:
         log: a file of JSON lines, as `examples/train_lm.py` writes it, or a list of dictionaries. Lines with a `step`
-            and a `loss` are used. The loss is a number, a list with one per worker, or `{"min", "mean", "max"}` over
-            the workers with an optional list `losses`; `consensus_distance` adds a second panel.
+            and a `loss` are used: a number, or a list with one per worker, as is `losses`, which comes first;
+            `consensus_distance` adds a second panel.
     """
     lines = [line for line in _read(log) if isinstance(line, Mapping) and "step" in line and "loss" in line]
-    form = '{"step": 0, "loss": {"min": 5.1, "mean": 5.2, "max": 5.3}, "consensus_distance": 0.1}'
+    form = '{"step": 0, "loss": [5.1, 5.3], "consensus_distance": 0.1}'
     rule = f"no line has a step and a loss; lines look like {form}."
     require(len(lines) > 0, f"df.plots.run({brief(log)})", rule)
     steps = [line["step"] for line in lines]
@@ -87,17 +87,7 @@ def run(log: str | os.PathLike[str] | Iterable[Mapping[str, Any]]) -> Figure:
     figure = paper.blank("run", 9 if both else 6, 3.4)
     panels = figure.subplots(1, 2 if both else 1, squeeze=False)[0]
     losses = [line.get("losses", line["loss"]) for line in lines]
-    if all(isinstance(loss, Mapping) and {"min", "mean", "max"} <= set(loss) for loss in losses):
-        least, mean, most = (
-            _numbers("run", "loss", [loss[key] for loss in losses], "[T]") for key in ("min", "mean", "max")
-        )
-        at, known = _steps("run", steps, len(losses)), "workers, lowest to highest"
-        panels[0].fill_between(at, least, most, color=paper.BLUE, alpha=0.2, linewidth=0, label=known)
-        panels[0].plot(at, mean, color=paper.BLUE, linewidth=2.2, label="their mean")
-        paper.label(panels[0], "loss")
-        panels[0].legend(frameon=False)
-    else:
-        training_curves(losses, steps=steps, axes=panels[0])
+    training_curves(losses, steps=steps, axes=panels[0])
     if both:
         consensus(apart, steps=steps, axes=panels[1])
     return figure

@@ -5,7 +5,7 @@
     check_transform(lambda: my_optimizer(1e-3))
     check_compressor(my_compressor())
 
-`hostile(algorithm, 3, "nan")` makes a worker send garbage, or what a function says. `on_ranks(4, function)` runs a function on four gloo ranks,
+`hostile(algorithm, 3, lambda x, t: -x)` makes a worker send what a function says. `on_ranks(4, function)` runs a function on four gloo ranks,
 threads of this process.
 """
 

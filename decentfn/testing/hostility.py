@@ -4,49 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from decentfn.core import draws
 from decentfn.core.context import context
 from decentfn.core.numbers import checks_numbers, require
 from decentfn.core.trees import PyTree
 from decentfn.kit.state import Metrics, State
 from decentfn.kit.step import Algorithm, require_bare
 
-Lie = Literal["garbage", "nan", "times 100", "constant"]
-
 
 @checks_numbers
-def hostile(algorithm: Algorithm, worker: int, sends: Lie | Callable[[Tensor, Tensor], Tensor]) -> Algorithm:
+def hostile(algorithm: Algorithm, worker: int, sends: Callable[[Tensor, Tensor], Tensor]) -> Algorithm:
     """Let one worker send something else instead of its values, in every message; its own training stays honest.
 
     For simulation and for ranks. Compressed messages, which are bytes, are sent as they are. Nested calls make several
-    hostile workers: `hostile(hostile(algorithm, 3, "nan"), 5, "garbage")`.
+    hostile workers: `hostile(hostile(algorithm, 3, lambda x, t: 100 * x), 5, lambda x, t: -x)`.
 
     Args:
         algorithm: the result of any function of `decentfn.algorithms`.
         worker: the hostile worker, from 0 to N - 1.
-        sends: "garbage": uniform random values in [-100, 100), new in every step; "nan"; "times 100": its values
-            times 100; "constant": 1 everywhere. Or a function of a bucket that it would send and the step (0-d int64), which
-            returns one of the same shape: `lambda x, t: -x` flips the sign. It is traced, and batched over workers.
+        sends: a function of a bucket that it would send and the step (0-d int64), which returns one of the same shape:
+            `lambda x, t: -x` flips the sign, `lambda x, t: torch.full_like(x, torch.nan)` sends NaN. It is traced, and
+            batched over workers.
 
     Raises:
-        ValueError: there is no such worker, or an unknown kind; in a step, a function returns another shape.
+        ValueError: there is no such worker, or no function; in a step, the function returns another shape.
     """
     require_bare("hostile", algorithm)
-    rule = f"choose one of {', '.join(get_args(Lie))}, or a function (x, t) -> x."
-    require(callable(sends) or sends in get_args(Lie), "hostile", rule, sends=sends)
+    require(callable(sends), "hostile", "sends is a function (x, t) -> x.", sends=sends)
     n = algorithm.step.num_workers
     require(0 <= worker < (n or worker + 1), "hostile", f"there are {n} workers, from 0.", worker=worker)
-    one, says = algorithm.step.run, sends if callable(sends) else _LIES[sends]
+    one = algorithm.step.run
 
     def told(x: Tensor, me: Tensor, t: Tensor) -> Tensor:
         if not x.is_floating_point():
             return x
-        lie = says(x, t)
+        lie = sends(x, t)
         is_like_x = isinstance(lie, Tensor) and lie.shape == x.shape
         require(is_like_x, "hostile", f"sends(x, t) returns a tensor like x, of shape {list(x.shape)}.", returned=lie)
         return torch.where(me == worker, lie.to(x.dtype), x)
@@ -59,16 +54,3 @@ def hostile(algorithm: Algorithm, worker: int, sends: Lie | Callable[[Tensor, Te
             context.hostile.pop()
 
     return algorithm._replace(step=replace(algorithm.step, run=run))
-
-
-def _garbage(x: Tensor, t: Tensor) -> Tensor:
-    drawn = draws.uniform(0, t, 0, (x.shape[-1],), device=x.device)
-    return (200 * drawn - 100).to(x.dtype).expand_as(x)
-
-
-_LIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "garbage": _garbage,
-    "nan": lambda x, t: torch.full_like(x, torch.nan),
-    "times 100": lambda x, t: 100 * x,
-    "constant": lambda x, t: torch.ones_like(x),
-}

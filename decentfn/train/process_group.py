@@ -25,8 +25,7 @@ from decentfn.elastic.joining import versions, wait_for_run
 from decentfn.engine.memory import keep_freed_memory
 from decentfn.errors import PlanMismatch
 from decentfn.train.exit_hooks import end_with_agent, report_root_cause
-from decentfn.train.generation import fresh_part
-from decentfn.train.store import answered, store_of_environment, store_of_run, unknown_interface
+from decentfn.train.store import answered, fresh_part, store_of_environment, store_of_run, unknown_interface
 
 _log = logging.getLogger("decentfn")
 
@@ -43,7 +42,7 @@ _LAUNCHERS = {
 
 _TIMEOUT = timedelta(minutes=10)
 
-_NUMBERS = ("RANK", "WORLD_SIZE", "MASTER_PORT")
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR")
 
 
 @checks_numbers
@@ -219,23 +218,16 @@ def _is_launched(environment: Mapping[str, str]) -> bool:
 
 
 def _require_complete(environment: Mapping[str, str]) -> None:
-    """Raise ValueError unless the variables of torchrun are all there, and numbers in their ranges."""
-    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
-    numbers = {name: environment[name] for name in (*_NUMBERS, "LOCAL_RANK") if environment.get(name)}
-    wrong = [f"{name}={value}" for name, value in numbers.items() if not value.isdecimal()]
-    given = ", ".join(f"{name}={environment[name]}" for name in (*_NUMBERS, "MASTER_ADDR") if environment.get(name))
-    rule = None
-    if missing:
-        rule = f"{' and '.join(missing)} not set"
-    elif wrong:
-        rule = f"{' and '.join(wrong)}: not a number"
-    elif int(environment["RANK"]) >= int(environment["WORLD_SIZE"]):
-        rule = "ranks count from 0, so RANK is below WORLD_SIZE"
-    if rule is not None:
+    """Raise ValueError unless the four variables of torchrun are there, and numbers in their ranges."""
+    rank, size, port, address = given = [environment.get(name, "") for name in _VARIABLES]
+    are_numbers = all(value.isdecimal() for value in (rank, size, port, environment.get("LOCAL_RANK") or "0"))
+    if not (address and are_numbers and int(rank) < int(size)):
+        said = ", ".join(f"{name}={value or '(not set)'}" for name, value in zip(_VARIABLES, given, strict=True))
         raise ValueError(
-            f"init() with {given}: {rule}; torchrun sets all four. By hand, set in every process its own RANK, and the same "
-            "WORLD_SIZE (the number of processes), MASTER_ADDR and MASTER_PORT (host and free port of rank 0); for one "
-            "process alone, unset RANK and WORLD_SIZE."
+            f"init() with {said}, LOCAL_RANK={environment.get('LOCAL_RANK', '(not set)')}: all but the address are numbers, "
+            "and ranks count from 0 to WORLD_SIZE - 1; torchrun sets them. By hand, set in every process its own RANK, and "
+            "the same WORLD_SIZE (the number of processes), MASTER_ADDR and MASTER_PORT (host and free port of rank 0); for "
+            "one process alone, unset RANK and WORLD_SIZE."
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -148,18 +148,13 @@ def _load(module: nn.Module, tensors: dict[str, Tensor], state_dict: Mapping[str
         module.load_state_dict(state_dict, strict=True)
 
 
-def _on_process_0(function: Callable[..., None], *arguments: Any) -> bool:
-    """Call the function on process 0 of each worker; return True there. Collective; an error is raised on all."""
-    is_first = collectives.everyone().process == 0
-    together("load_state_dict(module, state, state_dict)", function if is_first else lambda *_: None, *arguments)
-    return is_first
-
-
 def _shards(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return this process's shards of the state dict on its worker's process 0, by the module's names; collective."""
     sharded.own_shards(module)
     own = module.state_dict(keep_vars=True)
-    has_it = _on_process_0(_require_fit, module, own, state_dict)
+    has_it = collectives.everyone().process == 0
+    check = _require_fit if has_it else lambda *_: None
+    together("load_state_dict(module, state, state_dict)", check, module, own, state_dict)
     wanted = {name: x for name, x in own.items() if isinstance(x, torch.Tensor)}
     parts = sharded.sharded((x, state_dict[name] if has_it else None) for name, x in wanted.items())
     # The last name of a tied tensor counts.

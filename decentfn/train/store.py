@@ -1,18 +1,20 @@
-"""Connection to the store where the processes of a run meet, bounded in time."""
+"""The store where the processes of a run meet: the connection, bounded in time, and a part for each generation."""
 
 from __future__ import annotations
 
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, TypeVar
+from uuid import uuid4
 
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from decentfn.core.formatting import brief_error
@@ -22,6 +24,7 @@ _Made = TypeVar("_Made")
 
 _SLACK_S = 3.0
 """Time for the connection's own error, which knows more, to come first."""
+_POLL_S = 0.005
 
 
 def store_of_run(timeout: timedelta) -> tuple[Store, int, int]:
@@ -88,6 +91,54 @@ def answered(connect: Callable[[], _Made], timeout: timedelta) -> _Made:
             f"init(timeout={timeout}): {place} accepts connections, but does not answer as a store does; is the port in "
             "use by another program, or a proxy?"
         ) from None
+
+
+def fresh_part(store: Store, rank: int, size: int, timeout: timedelta) -> PrefixStore:
+    """Return an empty part of `store`, the same one on all ranks; collective. Raises ExchangeTimeout if a rank is late.
+
+    torchrun keeps its store when it restarts processes. Neither its restart count nor the number of ranks identifies a
+    generation: the count differs between nodes, and a change of nodes does not raise it. So rank 0 draws a name and
+    answers every request for it. Each rank asks under a fresh key, so the answer is its own, and confirms by writing
+    the name where it asked, so rank 0 stops waiting for it.
+    """
+    notes, name = PrefixStore("decentfn", store), uuid4().hex
+    if rank == 0:
+        _answer(name, notes, size, timeout)
+    else:
+        question = uuid4().hex
+        notes.set(str(rank), question)
+        try:
+            name = notes.get(question).decode()
+        except RuntimeError as error:
+            raise _no_answer(rank, "rank 0", 0, timeout) from error
+        notes.set(str(rank), name)
+    return PrefixStore(f"decentfn {name}", store)
+
+
+def _answer(name: str, notes: Store, size: int, timeout: timedelta) -> None:
+    end = time.monotonic() + timeout.total_seconds()
+    waiting = [str(rank) for rank in range(1, size)]
+    while waiting:
+        if time.monotonic() > end:
+            raise _no_answer(0, f"rank{'s' * (len(waiting) > 1)} {', '.join(waiting)}", int(waiting[0]), timeout)
+        time.sleep(_POLL_S)
+        for rank in [rank for rank in waiting if notes.check([rank])]:
+            said = notes.get(rank).decode()
+            if said == name:
+                waiting.remove(rank)
+            else:
+                notes.set(said, name)  # the answer to a dead rank's question is never read
+
+
+def _no_answer(rank: int, missing: str, peer: int, timeout: timedelta) -> ExchangeTimeout:
+    place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    return ExchangeTimeout(
+        f"init(timeout={timeout}): rank {rank} got no answer from {missing} in the store at {place}; a process did not "
+        "start, or uses another store: where nodes come and go, start torchrun with "
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment.",
+        process=rank,
+        peer=peer,
+    )
 
 
 def unknown_interface(variable: str) -> str | None:

@@ -39,7 +39,7 @@ def measure(workload: Workload, rank: int, size: int, *, blocks: int, steps: int
 
     with tempfile.TemporaryDirectory(dir=folder) as own:
         run_folder = gathered(own)[0]
-        with df.checkpoint.Saver(run_folder, topology=topology, keep=2) as saver:
+        with df.checkpoint.Saver(run_folder, keep=2) as saver:
             run(saver)
             saver.wait()
             with_, without = [], []

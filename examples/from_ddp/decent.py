@@ -89,7 +89,7 @@ def main() -> None:
             if rank == 0:
                 print(f"step {t}: loss {mean:.3f}", flush=True)
 
-    df.checkpoint.save(config.checkpoint, state, t, topology=topology)
+    df.checkpoint.save(config.checkpoint, state, t)
 
     test_loader = list(DataLoader(test, batch_size=100))[rank::size]
     hits = df.evaluate(accuracy, state, test_loader)

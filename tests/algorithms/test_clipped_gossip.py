@@ -5,13 +5,25 @@ import pytest
 import torch
 
 import decentfn as df
+from decentfn.core import draws
 from decentfn.testing import hostile
-from decentfn.testing.hostility import _LIES
 from decentfn.testing.ranks import on_kept_ranks
 from tests.quadratics import Sgd, build, problem, random_symmetric, run, static_ring
 
 N, STEPS, LR = 6, 40, 0.1
-each_lie = pytest.mark.parametrize("sends", _LIES)
+
+
+def garbage(x, t):
+    return (200 * draws.uniform(0, t, 0, (x.shape[-1],), device=x.device) - 100).to(x.dtype).expand_as(x)
+
+
+LIES = {
+    "garbage": garbage,
+    "nan": lambda x, t: torch.full_like(x, torch.nan),
+    "times 100": lambda x, t: 100 * x,
+    "constant": lambda x, t: torch.ones_like(x),
+}
+each_lie = pytest.mark.parametrize("sends", LIES)
 
 
 def loop(p, matrices, tau, b=1):
@@ -48,7 +60,7 @@ def test_with_a_radius_that_nothing_reaches_it_is_adapt_then_combine():
 @each_lie
 def test_whatever_a_worker_sends_moves_a_neighbor_by_at_most_the_radius_times_its_weight(sends):
     p, W = problem(N, starts_equal=True), static_ring(N)
-    built = hostile(build(df.clipped_gossip, p, W, 0.0, tau=0.3), 2, sends)
+    built = hostile(build(df.clipped_gossip, p, W, 0.0, tau=0.3), 2, LIES[sends])
     moved = np.linalg.norm(run(built, p, 1)[1] - p.start, axis=1)
     expected = np.where(W[0, :, 2] * (np.arange(N) != 2) > 0, 0.0 if sends == "nan" else 0.3 * W[0, :, 2], 0.0)
     np.testing.assert_allclose(moved, expected, atol=1e-14)
@@ -56,7 +68,7 @@ def test_whatever_a_worker_sends_moves_a_neighbor_by_at_most_the_radius_times_it
 
 def test_a_hostile_worker_is_the_same_on_ranks():
     algorithm = hostile(
-        df.adapt_then_combine(lambda x, b: (x * b).sum(), Sgd(0.1), df.topology("ring", 4)), 1, "garbage"
+        df.adapt_then_combine(lambda x, b: (x * b).sum(), Sgd(0.1), df.topology("ring", 4)), 1, LIES["garbage"]
     )
     step = df.simulate(algorithm.step, 4)
     batches, state = torch.arange(8.0).view(4, 2), df.stack(algorithm.init(torch.ones(2)), 4)
@@ -98,7 +110,7 @@ def accuracy_of_the_others(algorithm, sends, n=8, liar=3):
         return torch.nn.functional.cross_entropy(x @ w, y)
 
     built = algorithm(cross_entropy, Sgd(0.3), df.topology("static-exp", n))
-    built = built if sends is None else hostile(built, liar, sends)
+    built = built if sends is None else hostile(built, liar, LIES[sends])
     state, step = df.stack(built.init(torch.zeros(6, 4)), n), df.simulate(built.step, n)
     for t in range(100):
         state, _ = step(state, (inputs, labels), t)
@@ -121,7 +133,7 @@ def test_preconditions_say_what_to_do():
         build(df.clipped_gossip, p, static_ring(4), tau=0)
     with pytest.raises(ValueError, match=r"clipped_gossip\(hostile=0\)"):
         build(df.clipped_gossip, p, static_ring(4), hostile=0)
-    with pytest.raises(ValueError, match=r"hostile\(sends='noise'\): choose one of garbage, nan"):
+    with pytest.raises(ValueError, match=r"hostile\(sends='noise'\): sends is a function \(x, t\)"):
         hostile(build(df.clipped_gossip, p, static_ring(4)), 0, "noise")
     with pytest.raises(ValueError, match=r"hostile\(worker=4\): there are 4 workers"):
-        hostile(build(df.clipped_gossip, p, static_ring(4)), 4, "nan")
+        hostile(build(df.clipped_gossip, p, static_ring(4)), 4, LIES["nan"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,11 +36,19 @@ def edges_of(case: Case, n: int) -> df.Topology:
     return df.topology(case.topology, n, **sizes)
 
 
+def cosine_with_warmup(lr: float, cosine: problem.Cosine, count: Tensor) -> Tensor:
+    """Decent-DP's rate, which rises again after count t_warmup + t_max."""
+    t_max, t_warmup, eta_min, w = cosine
+    u = count.to(torch.float64)
+    main = eta_min + (lr - eta_min) * (1 + torch.cos(math.pi * (u - t_warmup) / t_max)) / 2
+    return torch.where(u < t_warmup, lr * (w + (1 - w) * u / t_warmup), main)
+
+
 def direction(case: Case, mistake: str | None) -> df.Transform:
     kind, lr, decay, window = case.optimizer
     rate: Any = lr
     if case.cosine:
-        rate = decent_dp.cosine_with_warmup(lr, *case.cosine)
+        rate = partial(cosine_with_warmup, lr, case.cosine)
     settings: dict[str, Any] = {"weight_decay": decay}
     if kind.endswith("_ready"):
         settings["mask"] = df.transforms.not_bias_or_norm if mistake == "decay groups" else decent_dp.decays

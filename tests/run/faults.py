@@ -129,7 +129,7 @@ def train(row: str, directory: Path, backend: str | None, kill: tuple[str, int, 
         torch.manual_seed(99)
         state, begin, extra, _ = df.checkpoint.restore(directory, state)
         assert extra == {"rank": here.rank, "seen": 4 * begin}
-    with df.checkpoint.Saver(directory, topology=algorithm.topology, keep=2) as saver:
+    with df.checkpoint.Saver(directory, keep=2) as saver:
         for t in range(begin, STEPS):
             strength = 1 + 0.1 * float(torch.rand(()))
             batches = [[problem.batch(i, 2 * t + part, strength) for part in range(2)] for i in workers]

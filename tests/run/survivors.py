@@ -145,7 +145,7 @@ def main(spec, rank):
     state = df.stack(state, local) if local > 1 else state
     dies, first = {int(rank): t for rank, t in spec["dies"].items()}, 0
     folder = Path(spec["folder"]) / "saved"
-    saver = df.checkpoint.Saver(folder, topology=algorithm.topology, keep=None) if spec.get("calls") else None
+    saver = df.checkpoint.Saver(folder, keep=None) if spec.get("calls") else None
     preemption = df.preemption(folder / "marker", every=3)
     stop = preemption.__enter__() if saver else None  # the process ends within it
     try:

@@ -92,7 +92,7 @@ def saved_by_two_by_two(directory):
         torch.manual_seed(world.rank)
         _, algorithm, state = made(world)
         state = trained(world, algorithm, state, range(3))
-        with df.checkpoint.Saver(directory, topology=algorithm.topology, config="c") as saver:
+        with df.checkpoint.Saver(directory, config="c") as saver:
             saver.save(state, 3, extra=world.rank, score=float(world.rank))
         saved, end = told(state), told(trained(world, algorithm, state, range(3, 5)))
         draw = torch.rand(())
@@ -186,7 +186,7 @@ def fails_on_one_process(directory):
     with workers() as world:
         _, algorithm, state = made(world)
         write, said = files.write, ""
-        with df.checkpoint.Saver(directory, topology=algorithm.topology) as saver:
+        with df.checkpoint.Saver(directory) as saver:
             saver.save(state, 0)
             saver.wait()
             if world.rank == 3:
@@ -214,7 +214,7 @@ def killed_in_a_save(directory):
     df.init(processes_per_worker=2)
     world = df.init()
     _, algorithm, state = made(world)
-    saver = df.checkpoint.Saver(directory, topology=algorithm.topology)
+    saver = df.checkpoint.Saver(directory)
     saver.save(state, 0)
     saver.wait()
 
@@ -239,7 +239,7 @@ def test_a_kill_during_a_save_leaves_the_older_one(tmp_path):
     assert len(list(unfinished[0].glob("process-00000*"))) == 1
     algorithm, template = alone(1)
     assert df.checkpoint.restore(tmp_path, template).step == 0
-    with df.checkpoint.Saver(tmp_path, topology=algorithm.topology):
+    with df.checkpoint.Saver(tmp_path):
         assert not unfinished[0].exists()
 
 

@@ -46,11 +46,14 @@ def environment(monkeypatch):
             r"submitit's local executor started.*RANK=\$SUBMITIT_LOCAL_GLOBALID",
         ),
         ({"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "3"}, "Flux started several"),
-        ({"RANK": "0"}, r"RANK=0: WORLD_SIZE and MASTER_ADDR and MASTER_PORT not set; torchrun sets all four"),
-        ({"WORLD_SIZE": "2"}, "RANK and MASTER_ADDR and MASTER_PORT not set"),
-        (TORCHRUN | {"RANK": "zero"}, "RANK=zero: not a number"),
-        (TORCHRUN | {"LOCAL_RANK": "-1"}, "LOCAL_RANK=-1: not a number"),
-        (TORCHRUN | {"RANK": "2"}, "RANK is below WORLD_SIZE"),
+        (
+            {"RANK": "0"},
+            r"RANK=0, WORLD_SIZE=\(not set\), MASTER_PORT=\(not set\), MASTER_ADDR=\(not set\).*torchrun sets them",
+        ),
+        ({"WORLD_SIZE": "2"}, r"RANK=\(not set\), WORLD_SIZE=2, MASTER_PORT=\(not set\)"),
+        (TORCHRUN | {"RANK": "zero"}, "RANK=zero, .*all but the address are numbers"),
+        (TORCHRUN | {"LOCAL_RANK": "-1"}, "LOCAL_RANK=-1: all but the address are numbers"),
+        (TORCHRUN | {"RANK": "2"}, "RANK=2, WORLD_SIZE=2, .*ranks count from 0 to WORLD_SIZE - 1"),
     ],
 )
 def test_what_started_several_processes_is_never_taken_for_one(environment, variables, message):

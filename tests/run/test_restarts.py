@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import decentfn as df
 from decentfn.train import exit_hooks
-from decentfn.train.generation import fresh_part
+from decentfn.train.store import fresh_part
 from tests.run.agents import STEPS
 
 

@@ -8,7 +8,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
-from decentfn.compat import decent_dp
 from decentfn.optim import schedules
 
 CASES = {
@@ -73,25 +72,15 @@ def test_a_schedule_batched_over_workers_gives_each_its_own_value(name):
     torch.testing.assert_close(values, torch.stack([schedule(u) for u in counts]), rtol=1e-14, atol=0)
 
 
-@given(u=st.integers(0, 200), t_warmup=st.integers(0, 40), t_max=st.integers(1, 100), w=st.sampled_from([0.0, 0.01, 1]))
-def test_decent_dps_cosine_with_warmup_is_its_formula(u, t_warmup, t_max, w):
-    lr, eta = 0.3, 1e-6
-    if u < t_warmup:
-        expected = lr * (w + (1 - w) * u / t_warmup)
-    else:
-        expected = eta + (lr - eta) * (1 + math.cos(math.pi * (u - t_warmup) / t_max)) / 2
-    schedule = decent_dp.cosine_with_warmup(lr, t_max, t_warmup, warmup_decay=w)
-    assert at(schedule, u) == pytest.approx(expected, rel=1e-12, abs=1e-15)
-
-
-def test_decent_dps_cosine_with_warmup_is_what_torchs_schedulers_give_together():
+def test_a_line_and_a_cosine_are_what_torchs_schedulers_give_together():
+    """As Decent-DP's `lr_scheduler_fn_cosine_with_warmup` joins them."""
     from torch.optim import lr_scheduler
 
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     warmup = lr_scheduler.LinearLR(optimizer, start_factor=0.01, total_iters=5)
     main = lr_scheduler.CosineAnnealingLR(optimizer, T_max=20, eta_min=1e-6)
     scheduler = lr_scheduler.SequentialLR(optimizer, [warmup, main], milestones=[5])
-    schedule = decent_dp.cosine_with_warmup(0.1, 20, 5)
+    schedule = schedules.join([schedules.linear(0.001, 0.1, 5), schedules.cosine(0.1, 20, 1e-6)], [5])
     for u in range(25):
         assert at(schedule, u) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9)
         optimizer.step()
@@ -153,9 +142,6 @@ def test_joined_schedules_count_from_where_they_begin(u):
         (lambda: schedules.linear(0.0, math.inf, 3), "linear(end=inf)"),
         (lambda: schedules.linear(0.0, 1.0, 0), "linear(steps=0)"),
         (lambda: schedules.cosine(1.0, 2.5), "cosine(steps=2.5)"),
-        (lambda: decent_dp.cosine_with_warmup(0.1, 0, 5), "cosine_with_warmup(t_max=0)"),
-        (lambda: decent_dp.cosine_with_warmup(0.1, 9, -1), "cosine_with_warmup(t_warmup=-1)"),
-        (lambda: decent_dp.cosine_with_warmup(0.1, 9, 1, warmup_decay=2), "cosine_with_warmup(warmup_decay=2)"),
         (lambda: schedules.warmup_cosine(0.1, 10, 10), "warmup_cosine(warmup=10, steps=10)"),
         (lambda: schedules.warmup_stable_decay(0.1, 5, 6, 10), "warmup_stable_decay(warmup=5, decay=6, steps=10)"),
         (lambda: schedules.polynomial(0.1, 0.0, 10, 0.0), "polynomial(power=0.0)"),

@@ -1,7 +1,8 @@
-"""`extra` of a checkpoint: a tree as JSON, and its tensors, arrays and bytes beside it."""
+"""What a process saves beside its state: `extra`, a tree as JSON with its tensors, and random number generators."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,9 @@ from decentfn.train.checkpoint.layout import DTYPES
 
 EXTRA = "extra/"
 """Prefix of the tensors' names in files."""
+
+GENERATOR = "generator/"
+"""Prefix of the names of generators' states."""
 
 _KIND = "decentfn kind"
 
@@ -70,3 +74,37 @@ def unpacked(value: Any, tensor: Callable[[str], Tensor]) -> Any:
         return tuple(unpacked(item, tensor) for item in value["items"])
     x = tensor(value["name"])
     return x if kind == "tensor" else x.numpy() if kind == "array" else bytes(x.tolist())
+
+
+def generators(device: torch.device) -> dict[str, Tensor]:
+    """Return the states of this process's random number generators, by their names in files; `device`: the parameters'."""
+    found = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(device)
+    _, words, normal = random.getstate()
+    found["python"] = _joined(words, float("nan") if normal is None else normal)
+    legacy: Any = np.random.get_state()
+    if isinstance(legacy, tuple) and legacy[0] == "MT19937":
+        _, words, position, has_normal, normal = legacy
+        found["numpy"] = _joined([*words.tolist(), position, has_normal], normal)
+    return {f"{GENERATOR}{name}": state for name, state in found.items()}
+
+
+def set_generators(found: dict[str, Tensor], device: torch.device) -> None:
+    """Set the states of generators that were found."""
+    torch.set_rng_state(found["cpu"])
+    if "cuda" in found:
+        torch.cuda.set_rng_state(found["cuda"], device)
+    words, normal = _parted(found["python"])
+    random.setstate((3, tuple(words), None if normal != normal else normal))
+    if "numpy" in found:
+        (*words, position, has_normal), normal = _parted(found["numpy"])
+        np.random.set_state(("MT19937", np.array(words, dtype=np.uint32), position, has_normal, normal))
+
+
+def _joined(words: tuple[int, ...] | list[int], normal: float) -> Tensor:
+    return torch.tensor([*words, torch.tensor(normal, dtype=torch.float64).view(torch.int64).item()])
+
+
+def _parted(state: Tensor) -> tuple[list[int], float]:
+    return state[:-1].tolist(), state[-1].view(torch.float64).item()

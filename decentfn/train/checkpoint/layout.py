@@ -39,8 +39,6 @@ DTYPES = {
 }
 """Dtypes of safetensors files, by their names there."""
 
-GENERATOR = "generator/"
-"""Prefix of the names of torch's generators' states."""
 _LEAVES = "leaves"
 BUFFERS = "local.buffers."
 """Prefix of the names of a module's buffers, frozen parameters among them."""
@@ -128,7 +126,7 @@ def encoded(
     tensors: Mapping[str, Tensor], places: Mapping[str, Place] | None = None, *, tied: Mapping[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a safetensors file without copying; tensors are on the CPU. `tied`: names of others in the file."""
-    own = (tied or {}) if places is None else {_LEAVES: json.dumps({n: p._asdict() for n, p in places.items()})}
+    own = dict(tied or {}) if places is None else {_LEAVES: json.dumps({n: p._asdict() for n, p in places.items()})}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"} | own}
     start = 0
     for name, x in tensors.items():

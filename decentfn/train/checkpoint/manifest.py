@@ -87,10 +87,9 @@ def steps(directory: Path) -> list[int]:
     return [step for _, step, _ in _listed(directory)]
 
 
-def encode(content: dict[str, Any], allow_nan: bool = False) -> bytes:
-    """Encode a manifest with its own digest. (NaN and infinity are not JSON, but older versions wrote them.)"""
-    digest = hashlib.sha256(_text(content, allow_nan)).hexdigest()
-    return _text(content | {"digest": digest}, allow_nan)
+def encode(content: dict[str, Any]) -> bytes:
+    """Encode a manifest with its own digest."""
+    return _text(content | {"digest": hashlib.sha256(_text(content)).hexdigest()})
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -105,7 +104,7 @@ def read(path: Path) -> dict[str, Any]:
         raw = file.read_bytes()
         content = json.loads(raw)
         del content["digest"]
-        is_intact = raw == encode(content, allow_nan=True)
+        is_intact = raw == encode(content)
     except OSError as error:
         raise corrupt(file, f"cannot be read ({error})") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -136,5 +135,5 @@ def _score(path: Path) -> float | None:
         return None
 
 
-def _text(content: dict[str, Any], allow_nan: bool) -> bytes:
-    return json.dumps(content, indent=1, sort_keys=True, allow_nan=allow_nan).encode()
+def _text(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, indent=1, sort_keys=True, allow_nan=False).encode()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from decentfn.comm import collectives
@@ -20,11 +20,10 @@ from decentfn.core.buckets import Buckets, Place
 from decentfn.engine.simulation import stack
 from decentfn.errors import CheckpointCorrupt
 from decentfn.optim.transforms.basic import rates
-from decentfn.train.checkpoint import extras, files, generators, manifest
+from decentfn.train.checkpoint import extras, files, manifest
 from decentfn.train.checkpoint.layout import (
     BUFFERS,
     DTYPES,
-    GENERATOR,
     Leaf,
     algorithm_of,
     bytes_of,
@@ -90,7 +89,7 @@ def restore(source: str | Path, state: Any) -> Restored:
         restored, drawing, saved_workers = read[0]
         _tell(found, state, saved_workers, skipped)
         _tell_rate(state, restored.state)
-        generators.load(drawing, state.params[0].device)
+        extras.set_generators(drawing, state.params[0].device)
         return restored
     if not skipped:
         raise FileNotFoundError(f"restore({str(source)!r}, state): there is no checkpoint; start with init(params).")
@@ -239,24 +238,14 @@ class _Part:
     """File of one process, whose digest is checked."""
 
     def __init__(self, path: Path, process: dict[str, Any]) -> None:
-        file, self.process = path / process["file"], process
-        try:
-            self._open = safe_open(file, framework="pt")
-            self.places = places_in(self._open.metadata())
-        except (SafetensorError, OSError) as error:  # another process verified it, before it changed
-            raise manifest.corrupt(file, f"it is not a process's part of a checkpoint ({error})") from error
-        self._file, self._extra, self.frozen = file, process["extra"], process["frozen"]
+        self._file, self.process = path / process["file"], process
+        self._open = safe_open(self._file, framework="pt")
+        self.places, self._extra, self.frozen = places_in(self._open.metadata()), process["extra"], process["frozen"]
 
     def generators(self, device: torch.device) -> dict[str, Tensor]:
-        """Return the states of this process's generators, after a trial load of torch's."""
-        names = {"cpu", "python", *(n for n in ("numpy", device.type) if f"{GENERATOR}{n}" in self._open.keys())}  # noqa: SIM118
-        try:
-            states = {name: self._open.get_tensor(f"{GENERATOR}{name}") for name in names}
-            for where in {"cpu", device.type} & names:
-                torch.Generator(where).set_state(states[where])
-        except (SafetensorError, RuntimeError, TypeError, ValueError, KeyError) as error:
-            raise manifest.corrupt(self._file, f"it has no states of generators ({error})") from error
-        return states
+        """Return the states of this process's generators that are of use here."""
+        known = {f"{extras.GENERATOR}{name}": name for name in ("cpu", "python", "numpy", device.type)}
+        return {known[name]: self._open.get_tensor(name) for name in known.keys() & set(self._open.keys())}
 
     def extra(self) -> Any:
         """Return the process's own `extra`."""

@@ -3,29 +3,55 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import math
 import platform
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import torch
 from filelock import FileLock, Timeout
+from torch import Tensor
 
 import decentfn
 from decentfn.comm import collectives
+from decentfn.core import trees
+from decentfn.core.buckets import Place
+from decentfn.core.formatting import brief
 from decentfn.core.numbers import at_least, require
 from decentfn.elastic.generation import awaited_run
 from decentfn.errors import RunError
-from decentfn.topologies import Topology
-from decentfn.train.checkpoint import files, manifest
-from decentfn.train.checkpoint.content import Content, content_of, plain
-from decentfn.train.checkpoint.layout import digests_of, encoded
+from decentfn.kit.state_check import is_state
+from decentfn.train.checkpoint import extras, files, manifest
+from decentfn.train.checkpoint.layout import (
+    BUFFERS,
+    algorithm_of,
+    digest_of_plan,
+    digests_of,
+    encoded,
+    leaves_of,
+    local_workers,
+    place,
+)
 from decentfn.train.together import make_directory, on_first, one_path, together
 
 _log = logging.getLogger("decentfn")
+
+
+class _Content(NamedTuple):
+    """Content that this process writes."""
+
+    tensors: dict[str, Tensor]
+    loose: dict[str, Tensor]  # states of generators, and tensors of `extra`
+    places: dict[str, Place]
+    frozen: dict[str, Tensor]  # only their digests are written
+    about: dict[str, Any]  # equal on all processes
+    process: dict[str, Any]  # this process's own
+    score: float | None
 
 
 @collectives.calling("df.checkpoint.save(directory, state, step)", of_state=True)
@@ -34,7 +60,6 @@ def save(
     state: Any,
     step: int,
     *,
-    topology: Topology | None = None,
     config: Any = None,
     extra: Any = None,
     score: float | None = None,
@@ -47,7 +72,7 @@ def save(
     Returns:
         The checkpoint's directory, inside the run's.
     """
-    with Saver(directory, topology=topology, config=config, keep=None, frozen=frozen) as saver:
+    with Saver(directory, config=config, keep=None, frozen=frozen) as saver:
         return _write(saver.directory, saver._content(state, step, extra, score), None)
 
 
@@ -59,8 +84,7 @@ class Saver:
 
     Args:
         directory: the run's directory; created for its owner only.
-        topology: the topology of all workers; checkpoints record its name, period and phase.
-        config: further JSON content of each checkpoint.
+        config: JSON content of each checkpoint, such as the run's settings.
         keep: number of newest checkpoints to keep, >= 1, beside the one with the lowest score; None keeps all.
         frozen: names of buffers that training leaves as they are, the same on all workers, such as `loss_fn.frozen` of
             `df.functional`. A checkpoint has their digests only; `restore` takes them from its template.
@@ -74,14 +98,13 @@ class Saver:
         self,
         directory: str | Path,
         *,
-        topology: Topology | None = None,
         config: Any = None,
         keep: int | None = 3,
         frozen: Collection[str] = (),
     ) -> None:
         self._config = together("Saver", _arguments, keep, config)[collectives.everyone().rank]
         self.directory = one_path("Saver(directory)", directory)
-        self._topology, self._keep, self._frozen = topology, keep, frozen
+        self._keep, self._frozen = keep, frozen
         self._lock = FileLock(self.directory / "lock")  # the system releases it when the process ends
         self._found: list[int] = []
         """Steps of the checkpoints that were in the directory."""
@@ -132,7 +155,10 @@ class Saver:
                 in the first call, the directory holds checkpoints, and no process has restored one of them.
             OSError, RuntimeError: on all processes, the previous checkpoint was not written; earlier ones are complete.
         """
-        self._require_open("save")
+        if self._is_closed:
+            raise ValueError(
+                f"Saver({str(self.directory)!r}).save: it is closed and has released the directory; open another."
+            )
         self._follow()
         self.wait()
         content = self._content(state, step, extra, score, copy=True)
@@ -166,12 +192,6 @@ class Saver:
             if error is None:
                 raise  # otherwise the error that ended the run is raised, and this one is logged
 
-    def _require_open(self, call: str) -> None:
-        if self._is_closed:
-            raise ValueError(
-                f"Saver({str(self.directory)!r}).{call}: it is closed and has released the directory; open another."
-            )
-
     def _claim(self) -> list[int]:
         if self._lock.is_locked:
             return self._found
@@ -190,15 +210,14 @@ class Saver:
             self._lock.release()
             raise
 
-    def _content(self, state: Any, step: int, extra: Any, score: float | None, *, copy: bool = False) -> Content:
-        made: list[Content] = []
-        arguments = (state, step, self._topology, self._config, extra, score, copy, self._frozen)
+    def _content(self, state: Any, step: int, extra: Any, score: float | None, *, copy: bool = False) -> _Content:
+        made: list[_Content] = []
 
         def make() -> bool:
-            made.append(content_of(*arguments))
-            step = made[0].about["step"]
+            made.append(_content_of(state, step, self._config, extra, score, copy, self._frozen))
+            now = made[0].about["step"]
             rule = f"the last checkpoint is of step {self._last}, and steps count on over all epochs; pass t + 1 (df.data.epochs)."
-            require(step >= self._last, "save", rule, step=step)
+            require(now >= self._last, "save", rule, step=now)
             return self._started > 0 or self.directory.resolve() in files.own
 
         if not any(together("save", make)) and self._found:
@@ -210,7 +229,7 @@ class Saver:
         files.own.add(self.directory.resolve())
         return made[0]
 
-    def _write_apart(self, content: Content) -> Path:
+    def _write_apart(self, content: _Content) -> Path:
         try:
             with collectives.use(self._world):
                 return _write(self.directory, content, self._keep)
@@ -223,12 +242,74 @@ class Saver:
 
 
 def _arguments(keep: Any, config: Any) -> Any:
+    """Return the config after a JSON round trip."""
     if keep is not None:
         at_least("Saver", "keep", keep, 1)
-    return plain("Saver(config=...)", config)
+    try:
+        return json.loads(json.dumps(config, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"Saver(config=...): JSON holds finite numbers, strings, lists and dicts, and this is {brief(config)}; for NaN "
+            "and infinity give None or a string."
+        ) from error
 
 
-def _write(directory: Path, content: Content, keep: int | None) -> Path:
+def _content_of(
+    state: Any,
+    step: int,
+    config: Any,
+    extra: Any,
+    score: float | None,
+    copy: bool,
+    frozen: Collection[str],
+) -> _Content:
+    """Collect what this process writes; with `copy`, the state may change at once. Raises ValueError if it cannot."""
+    if not is_state(state):
+        raise ValueError(
+            f"save(state, step): the state is {brief(state)}; expected a training state, from init(params)."
+        )
+    step = at_least("save", "step", step, 0)
+    here, local = collectives.world(), local_workers(state)
+    first, num_workers = here.worker * local, here.num_workers * local
+    left_out = {f"{BUFFERS}{name}" for name in frozen}
+    uncopied = {id(x) for name, x in trees.named_leaves(state) if name in left_out}
+    leaves = leaves_of(trees.map(lambda x: x.detach().to("cpu", copy=copy and id(x) not in uncopied), state))
+    held = {leaf.name: leaf.values for leaf in leaves if leaf.name in left_out}
+    if unknown := left_out - held.keys():
+        raise ValueError(
+            f"Saver(frozen={brief(sorted(name.removeprefix(BUFFERS) for name in unknown))}): no buffer of the state has such a "
+            "name; loss_fn.frozen has those of df.functional's frozen parameters."
+        )
+    leaves = [leaf for leaf in leaves if leaf.name not in left_out]
+    tensors = {leaf.name: leaf.values for leaf in leaves}
+    places = {leaf.name: place(leaf, first, num_workers) for leaf in leaves}
+    loose = extras.generators(state.params[0].device)
+    about = {
+        "step": step,
+        "num_workers": num_workers,
+        "processes_per_worker": here.processes_per_worker,
+        "algorithm": algorithm_of(state),
+        "buckets": digest_of_plan(state.params.plan),
+        "config": config,
+    }
+    process = {
+        "step": step,
+        "extra": extras.packed(extra, loose),
+        "workers": (first, first + local),
+        "buckets": about["buckets"],
+    }
+    return _Content(tensors, loose, places, held, about, process, _number(score))
+
+
+def _number(score: Any) -> float | None:
+    try:
+        number = math.nan if score is None else float(score)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"save(score={brief(score)}): a number, the lower the better; NaN does not count.") from error
+    return number if math.isfinite(number) else None
+
+
+def _write(directory: Path, content: _Content, keep: int | None) -> Path:
     temporary = Path(on_first("save", _begin, directory, content.about["step"]))
     try:
         told = together("save", _write_own, temporary, content)
@@ -246,7 +327,7 @@ def _begin(directory: Path, step: int) -> str:
     return str(path)
 
 
-def _write_own(path: Path, content: Content) -> dict[str, Any]:
+def _write_own(path: Path, content: _Content) -> dict[str, Any]:
     if not path.exists():
         raise OSError(f"{path}: created by rank 0, but not visible to this process; choose a directory that all share.")
     name = f"process-{collectives.everyone().rank:05}.safetensors"
@@ -269,9 +350,7 @@ def _finish(directory: Path, path: Path, told: list[dict[str, Any]], keep: int |
             )
         if its["process"]["frozen"] != first["process"]["frozen"]:
             raise ValueError(f"Saver(frozen=...): the names or the values differ between worker 0 and {rank // size}.")
-    topology, scores = about["topology"], [its["score"] for its in told if its["score"] is not None]
-    if topology is not None:
-        topology["phase"] = None if topology["period"] is None else about["step"] % topology["period"]
+    scores = [its["score"] for its in told if its["score"] is not None]
     versions = {"decentfn": decentfn.__version__, "torch": str(torch.__version__), "python": platform.python_version()}
     content = {
         "format": manifest.FORMAT if told[0]["process"]["frozen"] else 2 if size > 1 else 1,
