@@ -1,7 +1,9 @@
 """Workers that wait for nobody: laws of their mass, and runs of ranks that the simulator repeats bit for bit."""
 
 import random
+import re
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -169,3 +171,67 @@ def test_compiled_ranks_are_replayed():
 @pytest.mark.thorough
 def test_a_long_run_with_a_rank_that_is_slow_at_times_is_replayed_bit_for_bit():
     assert_replayed(ONE_PEER, 4 * 300, 0.004)
+
+
+# -- what is refused ----------------------------------------------------------------------------------------------------
+
+
+def built(topology=ONE_PEER, loss=loss_fn, **options):
+    return df.asynchronous_gradient_push(loss, df.sgd(0.1), topology, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: built(df.topology("complete", N)), "averages in groups"),
+        (lambda: built(df.topologies.from_shifts("shift", [{1: 1.0}], N)), "self-weight of 0"),
+        (lambda: built(every=0), "every=0"),
+        (lambda: built(loss=df.dynamic_loss_scale(loss_fn, agree=True)), "agree=False"),
+        (lambda: df.average_buffers(built()), "average_buffers.*asynchronous_gradient_push"),
+        (lambda: df.survive(built().step), "survive.*asynchronous_gradient_push"),
+        (
+            lambda: df.settle(df.adapt_then_combine(loss_fn, df.sgd(0.1), ONE_PEER).init({"a": torch.ones(1)})),
+            "no messages",
+        ),
+        (lambda: df.trace(), "no mailbox"),
+        (lambda: df.data.until([], steps=3, seconds=2), "one of them"),
+        (lambda: df.data.until([], seconds=0), "greater than 0"),
+        (lambda: df.simulate(built(DIRECTED).step, N, arrivals=random_trace(ONE_PEER, 9, 0)), "digest"),
+        (lambda: df.simulate(built().step, N, arrivals=3), "df.timing.Trace"),
+        (
+            lambda: df.simulate(
+                df.all_reduce(loss_fn, df.sgd(0.1), df.topology("complete", N)).step,
+                N,
+                arrivals=random_trace(ONE_PEER, 9, 0),
+            ),
+            "own clocks",
+        ),
+    ],
+)
+def test_what_cannot_hold_is_refused_with_a_reason(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_a_state_without_room_for_what_is_in_flight_is_refused():
+    trace = random_trace(ONE_PEER, 80, 0, late=0.9)
+    init, step = built()
+    state = df.stack(init(starts()[0]), N)
+    with pytest.raises(ValueError, match=rf"R={trace.room}.*arrivals=trace"):
+        df.simulate(step, N, arrivals=trace)(state, torch.zeros(N), 0)
+
+
+def test_a_settled_state_is_saved_restored_and_resized(tmp_path):
+    trace = random_trace(ONE_PEER, 60, 4)
+    algorithm = built()
+    state = df.settle(replayed(algorithm, trace, starts(), batch), arrivals=trace)
+    df.checkpoint.save(tmp_path, state, 1)
+    again, _ = df.checkpoint.restore(tmp_path, df.stack(algorithm.init(starts()[1]), N, arrivals=trace))[:2]
+    assert all(map(torch.equal, again.params, state.params)) and torch.equal(again.memory.weight, state.memory.weight)
+    smaller = df.resize(state, built(df.topology("one-peer-exp", 2)))
+    assert smaller.memory.weight.tolist() == [1.0, 1.0]
+
+
+def test_the_page_runs():
+    page = Path(df.__file__).parents[1] / "docs" / "asynchronous.md"
+    exec("".join(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)), {})
