@@ -49,6 +49,9 @@ def _mass(state: Any, topology: df.Topology, t: int) -> list[torch.Tensor]:
             given_away = 1 - df.mixing_matrix(topology, sent_at).diagonal()
             for i, box in enumerate(outbox):
                 total[i] = total[i] + given_away @ (box[:, :-1] if i == carrier else box).double()
+    if (ring := getattr(state.memory, "ring", None)) is not None:
+        for i, values in enumerate(ring.values):
+            total[i] = total[i] + torch.einsum("nrk,nrd->d", ring.shares, values.double())
     return total
 
 
@@ -113,6 +116,7 @@ ROWS: dict[str, Subject] = {
     "stochastic_gradient_push, delayed": Subject(
         df.stochastic_gradient_push, unequal_shares, {"delay": 1}, laws=(mass_is_conserved,)
     ),
+    "asynchronous_gradient_push": Subject(df.asynchronous_gradient_push, unequal_shares, laws=(mass_is_conserved,)),
     "push_diging": Subject(df.push_diging, unequal_shares, laws=(mass_is_conserved, trackers_follow_gradients)),
     "quasi_global_momentum": Subject(df.quasi_global_momentum, on("one-peer-exp"), {"nesterov": True}),
     "quasi_global_adam": Subject(df.quasi_global_adam, on("ring"), {"eps": 1e-3}, laws=()),  # or it divides by almost 0

@@ -22,6 +22,9 @@ METHODS = {
     "push-sum, 1 step late": lambda loss: pushed(loss, delay=1),
     "push-sum, 4 steps late": lambda loss: pushed(loss, delay=4),
     "push-sum, 1 to 4 steps late": lambda loss: pushed(loss, delay=4, least_delay=1),
+    "asynchronous push-sum": lambda loss: df.asynchronous_gradient_push(
+        loss, df.sgd(0.1), df.topology("one-peer-exp-directed", N)
+    ),
     "DiLoCo, 20 inner steps": lambda loss: df.diloco(loss, df.sgd(0.1), df.topology("complete", N), inner_steps=20),
     "PyTorch DDP": None,
 }

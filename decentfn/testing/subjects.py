@@ -123,6 +123,7 @@ class _Program(NamedTuple):
     step: Callable[..., Any]
     is_compiled: threading.Event
     graphs: list[Any]  # traced graphs, unless the backend is Inductor
+    local: int  # workers of each process: all, if each takes its own steps, as ranks then do not repeat a run
 
 
 @lru_cache(maxsize=16)
@@ -136,14 +137,15 @@ def _program(subject: Subject, run: Run) -> _Program:
             algorithm = wrap(algorithm)
     except ValueError as reason:
         raise Declined(str(reason)) from reason
-    step = algorithm.step if run.local == 1 else simulate(algorithm.step, run.local)
+    local = subject.num_workers if algorithm.step.own_steps else run.local
+    step = algorithm.step if local == 1 else simulate(algorithm.step, local)
     graphs: list[Any] = []
     if run.backend == "donate":
         step = donate(step)
     elif run.backend is not None:
         backend = run.backend if run.backend == "inductor" else compile_cache.counted(run.backend, graphs)
         step = compile(step, backend=backend)
-    return _Program(algorithm, step, threading.Event(), graphs)
+    return _Program(algorithm, step, threading.Event(), graphs, local)
 
 
 def graphs(subject: Subject, run: Run) -> int:
@@ -161,18 +163,19 @@ def ranks(
     subject: Subject, run: Run, *, steps: int = STEPS, batches: Batches = problem.batch, delay: float = 0.0
 ) -> list[Any]:
     """Return the stacked states of all workers, initial and after every step, computed by gloo ranks."""
-    program, size = _program(subject, run), subject.num_workers // run.local
+    program = _program(subject, run)
+    size, local = subject.num_workers // program.local, program.local
 
     def workers(rank: int) -> range:
-        return range(rank * run.local, (rank + 1) * run.local)
+        return range(rank * local, (rank + 1) * local)
 
     def batch(rank: int, t: int) -> PyTree:
         rows = [batches(i, t) for i in workers(rank)]
-        return problem.stacked(rows) if run.local > 1 else rows[0]
+        return problem.stacked(rows) if local > 1 else rows[0]
 
     def start(rank: int) -> Any:
         algorithm, own = program.algorithm, workers(rank)
-        return subject.start(algorithm, own, stacked=run.local > 1, with_buffers=run.with_buffers)
+        return subject.start(algorithm, own, stacked=local > 1, with_buffers=run.with_buffers)
 
     def train(rank: int) -> list[Any]:
         state, history = starts[rank], [trees.map(torch.clone, starts[rank])]
@@ -187,7 +190,7 @@ def ranks(
             for t in range(steps):  # with and without a round
                 program.step(trees.map(torch.clone, starts[0]), batch(0, t), t)
         program.is_compiled.set()
-    join = torch.cat if run.local > 1 else torch.stack
+    join = torch.cat if local > 1 else torch.stack
     histories = on_kept_ranks(size, train, delay=delay)
     return [trees.map(lambda *rows: join(rows), *states) for states in zip(*histories, strict=True)]
 

@@ -157,6 +157,7 @@ def settle(state: State, *, arrivals: Trace | None = None) -> State:
                 "settle(state): there is no mailbox here; call the algorithm's init(params) on every rank."
             )
         *sums, mass = box.take(0, list(state.params), collectives.counts(box, here))
+        collectives.gather_objects(None, here)  # no rank sends more before all have taken theirs
         x, total = with_mail(state.params, weight, sums, mass.to(weight.device))
     new = Memory(total, ring.with_room(ring.to.shape[-2]))
     settled = trees.map(

@@ -53,6 +53,9 @@ def test_memory_is_wide_and_dtypes_stay(row):
     for name, dtype in after.items():
         field = name.removeprefix("memory.").removeprefix("local.").split(".")[0]
         is_float64 = name.endswith("learning_rate") or field.startswith("pull")  # a user's number, a running sum
+        if row == "asynchronous_gradient_push" and field in ("weight", "ring"):
+            assert dtype == (BF16 if ".values." in name else torch.float64), name  # mass is sent beside the values
+            continue
         assert dtype == (BF16 if field in NO_SUMS else torch.float64 if is_float64 else torch.float32), name
 
 
@@ -74,6 +77,8 @@ def test_sixteen_bit_parameters_send_half_the_bytes(row, monkeypatch):
 
     monkeypatch.setattr(collectives, "exchange", counting(collectives.exchange))
     monkeypatch.setattr(collectives, "group_mean", counting(collectives.group_mean))
+    offer = collectives.offer
+    monkeypatch.setattr(collectives, "offer", lambda xs, *rest: counting(lambda x: offer(xs, *rest))(torch.cat(xs)))
 
     def bytes_of(dtype):
         sent.clear()

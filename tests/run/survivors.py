@@ -40,6 +40,11 @@ ALGORITHMS = {
     ),
 }
 
+ALONE = {
+    "asynchronous": lambda loss, n: df.asynchronous_gradient_push(loss, df.sgd(RATE), df.topology("one-peer-exp", n)),
+}
+"""Algorithms that lose a worker without `df.survive`."""
+
 
 def gradient(seat, t):
     """Gradient of step t, whatever the parameters are: the loss is linear."""
@@ -127,7 +132,7 @@ def main(spec, rank):
         with out.open("a") as file:
             file.write(json.dumps(what | {"at": time.time()}) + "\n")
 
-    build = ALGORITHMS[spec["algorithm"]]
+    build = (ALGORITHMS | ALONE)[spec["algorithm"]]
     local = spec["local"]
     algorithm, failing = (build(loss, world.num_workers * local) for loss in (loss_fn, failing_loss))
     init, step = df.guard(algorithm) if "nan" in spec else algorithm

@@ -1,11 +1,13 @@
 """Workers that wait for nobody: laws of their mass, and runs of ranks that the simulator repeats bit for bit."""
 
 import random
+import re
 import time
+from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import decentfn as df
@@ -64,6 +66,7 @@ def conserves(topology, seed, events, dtype, **options):
     return state
 
 
+@settings(max_examples=8)
 @given(st.integers(0, 100), st.sampled_from([ONE_PEER, DIRECTED, df.topology("static-exp", N)]))
 def test_mass_is_conserved_whatever_is_late(seed, topology):
     conserves(topology, seed, 60, torch.float64)
@@ -111,7 +114,7 @@ def test_equal_clocks_and_instant_links_are_stochastic_gradient_push():
 def test_fast_workers_do_not_count_more():
     """Rates 4, 1, 1, 1: r_i w_i become equal, so the fixed point is near the plain mean; Σ r f has it at 1.29."""
     topology, rates = df.topology("random-matching", N), [4, 1, 1, 1]
-    trace = random_trace(topology, 4000, 0, rates=rates, late=0.2, kept=0.0)
+    trace = random_trace(topology, 1500, 0, rates=rates, late=0.2, kept=0.0)
     optima = torch.tensor([0.0, 1.0, 5.0, 3.0], dtype=torch.float64)
     algorithm = df.asynchronous_gradient_push(loss_fn, df.sgd(0.01), topology)
     start = {"a": torch.full((1,), 2.25, dtype=torch.float64)}
@@ -122,12 +125,12 @@ def test_fast_workers_do_not_count_more():
 # -- ranks, and their replay --------------------------------------------------------------------------------------------
 
 
-def program(rank, topology, steps, pause, every):
+def program(rank, topology, steps, pause, every, around):
     """A rank with steps of random length; rank 3 is slow at times."""
     algorithm = df.asynchronous_gradient_push(loss_fn, df.adam(0.05), topology, every=every)
-    state, draw = algorithm.init(starts()[rank]), random.Random(rank)
+    step, state, draw = around(algorithm.step), algorithm.init(starts()[rank]), random.Random(rank)
     for k, one in df.data.until((batch(rank, k) for k in range(10**9)), steps=steps):
-        state, _ = algorithm.step(state, one, k)
+        state, _ = step(state, one, k)
         slow = 3 if rank == 3 and k // 20 % 2 else 1
         time.sleep(pause * slow * draw.random())
     ended = state
@@ -136,8 +139,8 @@ def program(rank, topology, steps, pause, every):
     return ended, settled, trace, df.consensus_mean(settled)
 
 
-def assert_replayed(topology, steps, pause, every=1):
-    out = on_ranks(N, program, topology, steps, pause, every)
+def assert_replayed(topology, steps, pause, every=1, around=df.donate):
+    out = on_ranks(N, program, topology, steps, pause, every, around)
     trace = out[0][2]
     assert sum(trace.num_steps) in range(steps, steps + N)
     algorithm = df.asynchronous_gradient_push(loss_fn, df.adam(0.05), topology, every=every)
@@ -152,8 +155,7 @@ def assert_replayed(topology, steps, pause, every=1):
         torch.testing.assert_close(out[0][3][name], value, atol=1e-14, rtol=0)
     compiled = replayed(algorithm, trace, starts(), batch, compiled="aot_eager")
     for got, one in zip(compiled.params, state.params, strict=True):
-        moved = max((one - 0).abs().max(), 1.0)
-        assert (got - one).abs().max() <= 1e-5 * moved
+        assert (got - one).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize(("topology", "every"), [(ONE_PEER, 1), (df.topology("static-exp", N), 2)])
@@ -161,6 +163,75 @@ def test_a_run_of_ranks_is_replayed_bit_for_bit(topology, every):
     assert_replayed(topology, 120, 0.002, every)
 
 
+def test_compiled_ranks_are_replayed():
+    """Traced ranks compute what eager ones do."""
+    assert_replayed(ONE_PEER, 60, 0.002, around=lambda step: df.compile(step, backend="eager"))
+
+
 @pytest.mark.thorough
 def test_a_long_run_with_a_rank_that_is_slow_at_times_is_replayed_bit_for_bit():
     assert_replayed(ONE_PEER, 4 * 300, 0.004)
+
+
+# -- what is refused ----------------------------------------------------------------------------------------------------
+
+
+def built(topology=ONE_PEER, loss=loss_fn, **options):
+    return df.asynchronous_gradient_push(loss, df.sgd(0.1), topology, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: built(df.topology("complete", N)), "averages in groups"),
+        (lambda: built(df.topologies.from_shifts("shift", [{1: 1.0}], N)), "self-weight of 0"),
+        (lambda: built(every=0), "every=0"),
+        (lambda: built(loss=df.dynamic_loss_scale(loss_fn, agree=True)), "agree=False"),
+        (lambda: df.average_buffers(built()), "average_buffers.*asynchronous_gradient_push"),
+        (lambda: df.survive(built().step), "survive.*asynchronous_gradient_push"),
+        (
+            lambda: df.settle(df.adapt_then_combine(loss_fn, df.sgd(0.1), ONE_PEER).init({"a": torch.ones(1)})),
+            "no messages",
+        ),
+        (lambda: df.trace(), "no mailbox"),
+        (lambda: df.data.until([], steps=3, seconds=2), "one of them"),
+        (lambda: df.data.until([], seconds=0), "greater than 0"),
+        (lambda: df.simulate(built(DIRECTED).step, N, arrivals=random_trace(ONE_PEER, 9, 0)), "digest"),
+        (lambda: df.simulate(built().step, N, arrivals=3), "df.timing.Trace"),
+        (
+            lambda: df.simulate(
+                df.all_reduce(loss_fn, df.sgd(0.1), df.topology("complete", N)).step,
+                N,
+                arrivals=random_trace(ONE_PEER, 9, 0),
+            ),
+            "own clocks",
+        ),
+    ],
+)
+def test_what_cannot_hold_is_refused_with_a_reason(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_a_state_without_room_for_what_is_in_flight_is_refused():
+    trace = random_trace(ONE_PEER, 80, 0, late=0.9)
+    init, step = built()
+    state = df.stack(init(starts()[0]), N)
+    with pytest.raises(ValueError, match=rf"R={trace.room}.*arrivals=trace"):
+        df.simulate(step, N, arrivals=trace)(state, torch.zeros(N), 0)
+
+
+def test_a_settled_state_is_saved_restored_and_resized(tmp_path):
+    trace = random_trace(ONE_PEER, 60, 4)
+    algorithm = built()
+    state = df.settle(replayed(algorithm, trace, starts(), batch), arrivals=trace)
+    df.checkpoint.save(tmp_path, state, 1)
+    again, _ = df.checkpoint.restore(tmp_path, df.stack(algorithm.init(starts()[1]), N, arrivals=trace))[:2]
+    assert all(map(torch.equal, again.params, state.params)) and torch.equal(again.memory.weight, state.memory.weight)
+    smaller = df.resize(state, built(df.topology("one-peer-exp", 2)))
+    assert smaller.memory.weight.tolist() == [1.0, 1.0]
+
+
+def test_the_page_runs():
+    page = Path(df.__file__).parents[1] / "docs" / "asynchronous.md"
+    exec("".join(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)), {})

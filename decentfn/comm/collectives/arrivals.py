@@ -70,15 +70,10 @@ def offer(values: Sequence[Tensor], mass: Tensor, ring: Ring, topology: Topology
 
 def _mailbox(handle: Tensor, workers: int, what: str) -> tuple[Mailbox | None, Topology]:
     here, topology = context.step_world or world(), by_handle(handle)
-    if (workers or 1) * here.identity.size != topology.num_workers:
+    if (workers or 1) * here.identity.size != topology.num_workers or workers and here.identity.size > 1:
         refuse_size(here, workers or 1, topology.num_workers, "step(state, batch, t)")
     if here.identity.size == 1:
         return None, topology
-    if workers:
-        raise ValueError(
-            f"simulate(step, {workers}): {here.identity.size} processes are running, and a worker that waits for nobody is a process of "
-            "its own; leave df.simulate out, or start one process."
-        )
     if here.mailbox is None or here.mailbox.topology is not topology:
         raise RuntimeError(
             f"{what}: this algorithm has no mailbox here; call its init(params) on every rank, and no other asynchronous algorithm's "

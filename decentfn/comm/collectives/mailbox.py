@@ -21,6 +21,7 @@ from torch import Tensor
 from decentfn.comm.collectives.channels import close
 from decentfn.comm.collectives.membership import world
 from decentfn.comm.collectives.outside import gather_objects
+from decentfn.comm.collectives.reports import brief_reason
 from decentfn.comm.collectives.world import World
 from decentfn.core.buckets import wide
 from decentfn.topologies import Topology
@@ -135,15 +136,10 @@ class Mailbox:
         self.record.send(went)
         return went
 
-    def wait_for(self, counts: Mapping[int, int]) -> None:
-        """Wait until so many messages of each rank have arrived since the start; none is taken."""
-        self._wait(lambda: self._has(counts, also_full=True))
-
-    def _has(self, counts: Mapping[int, int], *, also_full: bool = False) -> bool:
-        return all(
-            one.is_lost or self.taken_from[one.peer] + (also_full and one.is_full) >= counts[one.peer]
-            for one in self._in
-        )
+    def _has(self, counts: Mapping[int, int]) -> bool:
+        """Return True if so many messages of each rank were taken, and the own ones are with their receivers."""
+        is_taken = all(one.is_lost or self.taken_from[one.peer] >= counts[one.peer] for one in self._in)
+        return is_taken and not any(one.is_full and not one.is_lost for one in self._out.values())
 
     def _wait(self, is_there: Callable[[], bool]) -> None:
         with self._changed:
@@ -196,6 +192,7 @@ class Mailbox:
                 return
             with self._changed:
                 letter.is_full = False
+                self._changed.notify_all()
 
     def _lose(self, letter: _Letter, error: RuntimeError | None) -> None:
         """Go on without a rank: its mass is gone, and so is what was in flight to it."""
@@ -206,13 +203,12 @@ class Mailbox:
                 one.is_lost = True
             self._changed.notify_all()
         if error is not None and not is_known and not self._is_closed:
-            reason = str(error).strip().splitlines()[0]
             _log.warning(
                 "rank %d goes on without rank %d, whose connection has ended (%s): it waits for no mail of it, and sends it none; "
                 "the mass of that rank is lost, and nothing else.",
                 self.rank,
                 letter.peer,
-                reason,
+                brief_reason(error),
             )
 
 
@@ -253,6 +249,11 @@ def open_mailbox(topology: Topology, like: Sequence[Tensor]) -> None:
     here = world()
     if here.size == 1:
         return
+    if here.size != topology.num_workers:
+        raise ValueError(
+            f"init(params): {here.size} processes hold {topology.num_workers} workers, and one that waits for nobody is a process of its "
+            f"own; start {topology.num_workers} processes, or simulate all workers in one."
+        )
     if here.mailbox is not None:
         here.mailbox.close()
     here.mailbox = Mailbox(here, topology, like)

@@ -125,7 +125,7 @@ def _named(here: World, lost: Lost) -> RunError:
     is_late = has_timed_out(lost.error) or any(note.timed_out for note in notes.values())
     return (ExchangeTimeout if is_late else PeerLost)(
         f"step t={call.step} on {_name(call, here.rank)}: {call.what} {call.index} of the step ({call.nbytes:,} bytes) {whom} "
-        f"failed; {why}: {_brief(lost.error)}",
+        f"failed; {why}: {brief_reason(lost.error)}",
         worker=here.rank * call.local,
         process=here.rank,
         step=call.step,
@@ -157,7 +157,7 @@ def _blamed(here: World, lost: Lost, notes: dict[int, FailureNote]) -> tuple[int
     return blamed, f"{who} {'is late or hangs' if is_late else 'exited'}"
 
 
-def _brief(error: Exception) -> str:
+def brief_reason(error: Exception) -> str:
     """Return the first sentence of gloo's error, without the source location."""
     return re.sub(r"^\[\S*\] ", "", str(error)).split(". ")[0]
 
