@@ -48,6 +48,7 @@ MENDED = {
     "gasloc": _OUTER,
     "factored_gossip_diloco": _OUTER,
     "sparse_loco": _OUTER,
+    "sparta": _NEVER,  # not in these steps: an element is, when it is drawn
     "k_gt": _OUTER,
     "led": _OUTER,
     "diloco, 4 bits": _OUTER,

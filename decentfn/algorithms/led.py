@@ -58,7 +58,8 @@ def led(
         optimizer: a pair `(init, update)`, the inner optimizer, plain SGD in the paper.
         topology: the mixing matrix of outer steps, static and symmetric.
         inner_steps: H; the outer step follows steps H-1, 2H-1, …
-        beta: β > 0; None is 1/H, the largest that is safe where no eigenvalue of W is negative.
+        beta: β > 0; None is 1/H, for λ_min(W) >= -1/3 as in D². At that bound, as on 'static-ring' with an even number of
+            workers, gradients alone shrink a part of the disagreement; `df.topologies.lazy(topology)` has none.
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:

@@ -149,7 +149,9 @@ class Feedback:
         """Return `x + (W - I) q`, with x for Δ, whose mean over the workers is that of x, and the new e."""
         e = self.add(x, e, t)
         q = self.post(e, schedule, t)
-        return kit.add(kit.repaired(q.posted, x), difference_compressed(q)), kit.each(torch.sub, e, q.sent)
+        pull = difference_compressed(q)
+        mixed = kit.repaired(q.posted, kit.add(x, pull), pull)  # a bad worker sent zeros, so the pull is the mix
+        return mixed, kit.each(torch.sub, e, q.sent)
 
 
 def peers(feedback: Feedback | None, inner_steps: int, topology: Topology) -> Topology:
