@@ -216,8 +216,9 @@ def land(here: World, call: Call) -> bool:
                 since = now
     for hook in here.hooks:
         hook.wait_on_gpu(call.works)
+    waited = time.monotonic() - since
     for counted in here.counters:
-        counted.add(here.identity, met, seconds_waited=time.monotonic() - since)
+        counted.add(here.identity, met, seconds_waited=waited)
     if call.lost is not None:
         for part in call.parts:
             if part.own is not None:
