@@ -63,7 +63,9 @@ def _matrix(found: dict[str, Any], title: str, name: str) -> list[dict[str, str]
         row = {f"{title}, from": sender}
         for j, receiver in enumerate(names):
             x = cells.get((i, j))
-            row[f"to {receiver}"] = "" if x is None else f"{x:.3g} {_BARS[int(7 * x / most)]}"
+            row[f"to {receiver}"] = (
+                "" if x is None else f"{x:{'.0f' if x >= 100 else '.3g'}} {_BARS[int(7 * x / most)]}"
+            )
         rows.append(row)
     return rows
 
