@@ -22,16 +22,9 @@ SETTINGS = [  # rates, Mbit/s, and delays, ms, of four hosts, of which one is di
 
 
 @needs_hosts
-@pytest.mark.thorough
-@pytest.mark.parametrize(("mbit", "delay_ms"), SETTINGS[:1])
-def test_measured_links_are_those_of_the_lab(mbit, delay_ms, tmp_path):
-    check(mbit, delay_ms, tmp_path / "links.json")
-
-
-@needs_hosts
 @pytest.mark.slow
-@pytest.mark.parametrize(("mbit", "delay_ms"), SETTINGS[1:])
-def test_other_links_are_those_of_the_lab(mbit, delay_ms, tmp_path):
+@pytest.mark.parametrize(("mbit", "delay_ms"), SETTINGS)
+def test_measured_links_are_those_of_the_lab(mbit, delay_ms, tmp_path):
     check(mbit, delay_ms, tmp_path / "links.json")
 
 
@@ -41,7 +34,7 @@ def check(mbit, delay_ms, path):
         [*LAB, *words, "--", sys.executable, "-m", "decentfn", "links", "--out", path],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr
