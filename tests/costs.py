@@ -252,7 +252,7 @@ def simulated() -> None:
     flat = torch.cat([p.flatten(1) for p in x.values()], 1)
 
     def metrics(g: Any, loss: Any) -> Any:
-        return loss, sum(v.flatten(1).square().sum(1) for v in g.values()).sqrt()
+        return loss, torch.stack([v.flatten(1).square().sum(1) for v in g.values()]).sum(0).sqrt()
 
     def d_psgd(state: Any) -> Any:
         (x,), (g, loss) = state, gradient(state[0], *batch)
