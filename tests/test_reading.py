@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import decentfn as df
-from decentfn.compat import ddp, decent_dp
+from decentfn.compat import decent_dp
 from decentfn.core import trees
 from tests.run.within_worker import ALL_KINDS, workers
 
@@ -82,7 +82,7 @@ RETURN_NOTHING_OF_IT = {
 
 
 def public():
-    rooms = [df, ddp, decent_dp, *(x for x in map(df.__dict__.get, df.__all__) if inspect.ismodule(x))]
+    rooms = [df, decent_dp, *(x for x in map(df.__dict__.get, df.__all__) if inspect.ismodule(x))]
     things = [getattr(room, name) for room in rooms for name in room.__all__]
     things += [f for c in things if inspect.isclass(c) for name, f in vars(c).items() if name[0] != "_"]
     return [f for f in things if callable(f) and getattr(f, "__module__", "").startswith("decentfn")]
