@@ -41,6 +41,7 @@ MENDED = {
     "relay_sgd, models": "the others' mean, as heard last",
     "stochastic_gradient_push, delayed": "neighbors' mass",
     "stochastic_gradient_push": "neighbors' mass",
+    "asynchronous_gradient_push": "neighbors' mass",
     "diloco": _OUTER,
     "streaming_diloco": _OUTER,
     "noloco": _OUTER,
