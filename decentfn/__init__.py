@@ -57,6 +57,7 @@ from decentfn.kit import Algorithm, Metrics, Options, State
 from decentfn.optim import schedules, transforms
 from decentfn.optim.transforms import Transform, adam, adamw, chain, clip_by_global_norm, from_torch, sgd
 from decentfn.planning import plan
+from decentfn.timing import clock
 from decentfn.topologies import Topology, mixing_matrix, register_topology, topology
 from decentfn.train import checkpoint, data, init, logs, preemption, profiling
 from decentfn.train.consensus import (
@@ -108,6 +109,7 @@ __all__ = [
     "choco_sgd",
     "clip_by_global_norm",
     "clipped_gossip",
+    "clock",
     "compile",
     "compressors",
     "consensus_buffers",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from decentfn.planning.cluster import Cluster
-from decentfn.planning.traffic import Traffic, of_all_reduce, of_messages, of_schedule
-from decentfn.topologies import Topology, certificate
+from decentfn.planning.traffic import of_schedule, sampled
+from decentfn.timing import Cluster, Exchange, clock
+from decentfn.topologies import Topology, certificate, complete
 
 _HIDES = 1 / 3
 """Share of a step's computation behind which DDP's messages travel: they start when its first bucket is full."""
@@ -61,76 +61,83 @@ class Work:
 
 def ddp(work: Work, cluster: Cluster) -> Prediction:
     """All-reduce of gradients over all processes, hidden behind a part of the backward pass; each process holds all."""
-    traffic = of_all_reduce(cluster.num_workers * cluster.processes_per_worker, cluster)
-    if cluster.processes_per_worker > 1:
-        traffic = traffic._replace(inside=traffic.sent)
-    return _predicted("DDP", "all-reduce", work, cluster, traffic, 1.0, hides=_HIDES)
+    both = cluster.num_workers, cluster.workers_per_node
+    members, local = (count * cluster.processes_per_worker for count in both)
+    alone = replace(cluster, num_workers=members, workers_per_node=local, processes_per_worker=1)
+    return _predicted("DDP", "all-reduce", work, alone, complete(members), 1.0, begins=1 - _HIDES)
 
 
 def hsdp(work: Work, cluster: Cluster) -> Prediction:
     """Parameters sharded in a node: gathered twice and gradients scattered there, and averaged over the nodes."""
-    traffic = of_all_reduce(cluster.num_workers, cluster)
-    return _predicted("HSDP", "all-reduce", work, cluster, traffic, 1.0, hides=_HIDES)
+    made = complete(cluster.num_workers)
+    return _predicted("HSDP", "all-reduce", work, cluster, made, 1.0, begins=1 - _HIDES)
 
 
 def gossip(work: Work, cluster: Cluster, topology: Topology) -> Prediction:
     """adapt_while_communicate: parameters travel during the forward and backward passes."""
-    traffic, gap = of_schedule(topology, cluster), certificate(topology).gap_per_step
-    inboxes = max(1, topology.degree)
-    return _predicted("adapt_while_communicate", topology.name, work, cluster, traffic, gap, hides=1.0, inboxes=inboxes)
+    gap, inboxes = certificate(topology).gap_per_step, max(1, topology.degree)
+    return _predicted("adapt_while_communicate", topology.name, work, cluster, topology, gap, begins=0, inboxes=inboxes)
 
 
 def compressed(work: Work, cluster: Cluster, topology: Topology) -> Prediction:
     """deep_squeeze, which any schedule suits: a message is known after the update, so nothing hides it."""
-    traffic, gap = of_messages(topology, cluster), certificate(topology).gap_per_step
-    inboxes = max(topology.degree, math.ceil(traffic.sent))
-    return _predicted("deep_squeeze", topology.name, work, cluster, traffic, gap, hides=0.0, inboxes=inboxes, memory=1)
+    gap, sent = certificate(topology).gap_per_step, of_schedule(topology, cluster, to_each=True).sent
+    inboxes, name = max(topology.degree, math.ceil(sent)), "deep_squeeze"
+    return _predicted(
+        name, topology.name, work, cluster, topology, gap, begins=1, inboxes=inboxes, memory=1, to_each=True
+    )
 
 
 def diloco(work: Work, cluster: Cluster, inner_steps: int) -> Prediction:
     """An all-reduce of the parameters after every H steps, which nothing hides."""
-    traffic = Traffic(*(x / inner_steps for x in of_all_reduce(cluster.num_workers, cluster)))
-    name = f"every {inner_steps} steps"
-    return _predicted("diloco", name, work, cluster, traffic, None, hides=0.0, inboxes=1, memory=2)
+    name, made = f"every {inner_steps} steps", complete(cluster.num_workers)
+    options = {"begins": 1, "inboxes": 1, "memory": 2}
+    return _predicted("diloco", name, work, cluster, made, None, every=inner_steps, **options)
 
 
 def _predicted(
     method: str,
-    topology: str,
+    name: str,
     work: Work,
     cluster: Cluster,
-    traffic: Traffic,
+    topology: Topology,
     gap: float | None,
     *,
-    hides: float,
+    begins: float,
+    every: int = 1,
     inboxes: int = 0,
     memory: int = 0,
+    to_each: bool = False,
 ) -> Prediction:
-    """Predict a step in which `hides` of the computation hides messages, and `inboxes` payloads arrive.
+    """Predict a step of equal workers that all wait for the busiest interface, whose messages leave after the share `begins` of the computation.
 
-    `memory` counts the algorithm's copies of the parameters, which checkpoints have, too.
+    `inboxes` payloads arrive. `memory` counts the algorithm's copies of the parameters, which checkpoints have, too.
+    The schedule is used in every `every`-th step.
     """
-    has_replicas = method not in ("DDP", "HSDP")
-    shards = 1 if method == "DDP" else cluster.processes_per_worker  # a process has 1/shards of a worker's payload
+    has_replicas, shards = method not in ("DDP", "HSDP"), cluster.processes_per_worker
     module = int(has_replicas and shards > 1)  # the copy of a module whose shards are copied into at each step
     payload, own = work.parameters * work.wire, work.parameters * work.nbytes
-    between = cluster.between.seconds(traffic.between * payload, traffic.rounds) if traffic.between else 0.0
-    inside = 0.0
-    if cluster.inside is not None and traffic.inside:
-        inside = cluster.inside.seconds(traffic.inside / shards * payload, traffic.rounds)
-    exchange = max(between, inside)
-    seconds = work.seconds * (1 - hides) + max(work.seconds * hides, exchange)
+    timed, steps = clock(work.seconds, cluster), sampled(topology)
+    sends, traffic = (
+        Exchange(topology, payload, begins, to_each=to_each),
+        of_schedule(topology, cluster, to_each=to_each),
+    )
+    between, inside = timed.exchange(sends, steps)
+    exchange = max(between, inside) / every
+    seconds = (work.seconds * begins + max(work.seconds * (1 - begins), max(between, inside)) - work.seconds) / every
+    seconds += work.seconds
     is_hidden = exchange <= work.seconds * 1e-3 or seconds <= work.seconds * 1.001
     slowest = "links between nodes" if between >= inside else "links inside nodes"
     kept = (_MOMENTS + memory) * work.parameters * max(4, work.nbytes)  # in float32 beside narrow parameters
     held = (2 + module) * own + kept  # 2: parameters and gradients
     return Prediction(
         method=method,
-        topology=topology,
+        topology=name,
         seconds=seconds,
         exchange=exchange,
-        between=traffic.between * payload,
-        inside=traffic.inside * payload / shards + 3 * (shards - 1) / shards * own,  # gathered twice, scattered once
+        between=traffic.between * payload / every,
+        inside=traffic.inside * payload / every / shards
+        + 3 * (shards - 1) / shards * own,  # gathered twice, scattered once
         gap=gap,
         memory=(held + inboxes * payload) / shards,
         checkpoint=(own + kept) * (cluster.num_workers if has_replicas else 1),

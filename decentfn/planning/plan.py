@@ -12,8 +12,8 @@ from torch import nn
 
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import at_least, checks_numbers, require
-from decentfn.planning.cluster import Cluster
 from decentfn.planning.methods import Prediction, Work, compressed, ddp, diloco, gossip, hsdp
+from decentfn.timing.cluster import Cluster
 from decentfn.topologies import Topology
 from decentfn.topologies.registry import of_size
 

@@ -1,6 +1,24 @@
-"""Workers on their own clocks: the trace of a run, by which the simulator replays it."""
+"""Time: the clock of a run on given workers and links, and traces of workers on their own clocks."""
 
+from decentfn.timing.clock import Clock, Exchange, Merges, Timeline, clock
+from decentfn.timing.cluster import Cluster, Link
+from decentfn.timing.messages import Links
 from decentfn.timing.replay import Offered, Replay, filled_up, shares_of
 from decentfn.timing.trace import Trace, schedule_name
 
-__all__ = ["Offered", "Replay", "Trace", "filled_up", "schedule_name", "shares_of"]
+__all__ = [
+    "Clock",
+    "Cluster",
+    "Exchange",
+    "Link",
+    "Links",
+    "Merges",
+    "Offered",
+    "Replay",
+    "Timeline",
+    "Trace",
+    "clock",
+    "filled_up",
+    "schedule_name",
+    "shares_of",
+]

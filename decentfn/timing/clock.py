@@ -1,0 +1,239 @@
+"""Clock of a run: when each worker begins and ends each step, from its seconds of compute and the links."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from decentfn.core import draws
+from decentfn.core.numbers import array, at_least, checks_numbers, require
+from decentfn.timing.cluster import Cluster
+from decentfn.timing.messages import Links, Messages, Network, messages_of, together
+from decentfn.timing.own_steps import own_steps
+from decentfn.timing.trace import Trace
+from decentfn.topologies import Topology
+
+Outage = tuple[int, float, float]
+"""A worker, and the seconds from and until which it does nothing."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What an algorithm sends in its steps.
+
+    Args:
+        topology: its schedule: `complete` for an all-reduce, `df.topologies.every(H, complete)` for DiLoCo.
+        nbytes: bytes of a worker's payload, >= 0.
+        begins: share of a step's computation after which the messages leave, in [0, 1]: 0 if parameters travel during the
+            computation, 1 if the update is sent; 2/3 for DDP.
+        delay: messages are awaited at the end of the step that many steps later.
+        to_each: in a group, each worker sends to each other one, as compressed messages do; else groups are ring all-reduces.
+        is_awaited: False if workers wait for nobody, as in `asynchronous_gradient_push`; `begins` is then 1.
+    """
+
+    topology: Topology
+    nbytes: float
+    begins: float = 0.0
+    delay: int = 0
+    to_each: bool = False
+    is_awaited: bool = True
+
+    def __post_init__(self) -> None:
+        require(isinstance(self.topology, Topology), "Exchange", "a Topology.", topology=self.topology)
+        require(0 <= self.nbytes < math.inf, "Exchange", "bytes >= 0.", nbytes=self.nbytes)
+        require(0 <= self.begins <= 1, "Exchange", "a share of the computation, in [0, 1].", begins=self.begins)
+        at_least("Exchange", "delay", self.delay, 0)
+        rule = "workers that wait for nobody send messages; averages in groups are awaited."
+        require(self.is_awaited or not self.topology.has_groups, "Exchange", rule, topology=self.topology.name)
+
+
+class Timeline(NamedTuple):
+    """Seconds since the start of a run; row k is each worker's own step k, NaN if a slow worker has not taken it."""
+
+    start: np.ndarray
+    """`[steps, N]`, when the step begins."""
+    end: np.ndarray
+    """`[steps, N]`, when it ends."""
+    waited: np.ndarray
+    """`[steps, N]`, how long the worker waited for messages in it."""
+    trace: Trace | None = None
+    """Arrivals, for workers that wait for nobody; until the first of them has taken all of its steps."""
+
+
+class Merges(NamedTuple):
+    """Merges of asynchronous local SGD, in their order."""
+
+    seconds: np.ndarray
+    """`[M]`, when."""
+    worker: np.ndarray
+    """`[M]`, whose."""
+    staleness: np.ndarray
+    """`[M]`, merges since that worker's start."""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Clock of a run; make one with `df.clock`."""
+
+    compute: Any
+    links: Cluster | Links
+    outages: Sequence[Outage] = ()
+    seed: int = 0
+    network: Network = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        n = self.links.num_workers
+        if not callable(self.compute):
+            seconds = array("clock", "seconds of compute", self.compute)
+            rule = f"a number >= 0, [{n}] of them, [steps, {n}], or a function."
+            is_right = seconds.shape in ((), (n,)) or (seconds.ndim == 2 and seconds.shape[1] == n)
+            is_right = is_right and bool(np.isfinite(seconds).all() and (seconds >= 0).all())
+            require(is_right, "clock", rule, compute=self.compute)
+        for worker, since, until in self.outages:
+            rule = f"outages are (worker < {n}, from, until), 0 <= from <= until."
+            require(0 <= worker < n and 0 <= since <= until < math.inf, "clock", rule, outages=self.outages)
+        object.__setattr__(self, "outages", tuple(sorted(self.outages, key=lambda its: its[1])))
+        object.__setattr__(self, "network", Network(self.links))
+
+    def seconds(self, step: int) -> np.ndarray:
+        """Return the seconds of compute of each worker's own step, `[N]`."""
+        n = self.links.num_workers
+        if callable(self.compute):
+            drawn = self.compute(draws.uniform(self.seed, step, 0, (n,)).numpy())
+            found = np.broadcast_to(array("clock", "seconds of compute", drawn), (n,))
+            require(bool((found >= 0).all()), "clock", "seconds of compute are >= 0.", compute=drawn)
+            return found
+        given = np.asarray(self.compute, dtype=float)
+        if given.ndim < 2:
+            return np.broadcast_to(given, (n,))
+        require(step < len(given), "clock", f"compute has {len(given)} rows, which step {step} exceeds.")
+        return given[step]
+
+    def after(self, now: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+        """Return when `[N]` work that begins `now` and takes `seconds` is done; outages interrupt it."""
+        done = now + seconds
+        for i, since, until in self.outages:
+            if now[i] < until and done[i] > since:
+                done[i] += until - max(since, now[i])
+        return done
+
+    @checks_numbers
+    def timeline(self, exchange: Exchange, steps: int, *, first: int = 0) -> Timeline:
+        """Return when each worker begins and ends its steps `first`, `first` + 1, ...
+
+        A message travels once its sender and its receiver have begun their exchanges of that step and have ended earlier
+        ones; messages of a step share interfaces fairly. A step ends when its computation is done and its messages have
+        left and arrived (or those of the step `delay` steps before).
+
+        Raises:
+            ValueError: a topology of another size, or fewer rows of recorded seconds than steps.
+
+        >>> import decentfn as df
+        >>> four = df.clock([0.1, 0.1, 0.1, 0.3], df.planning.Cluster(4, df.planning.Link(10)))  # one slow worker
+        >>> ring = df.timing.Exchange(df.topology("ring", 4), nbytes=1e6)
+        >>> round(100 / four.timeline(ring, 100).end[-1].max(), 2)  # steps per second, of 10
+        3.33
+        """
+        at_least("timeline", "steps", steps, 1)
+        made, n = exchange.topology, self.links.num_workers
+        rule = f"the clock has {n} workers."
+        require(made.num_workers == n, "timeline", rule, topology=made.name, num_workers=made.num_workers)
+        if not exchange.is_awaited:
+            start, end, waited, trace = own_steps(self, made, exchange.nbytes, steps, first)
+            return Timeline(start, end, waited, trace)
+        rows, known = np.zeros((3, steps, n)), dict[int, tuple[Messages, np.ndarray]]()
+        now, free, arrived = np.zeros(n), np.zeros(n), [np.zeros(n)] * exchange.delay
+        for k in range(steps):
+            compute, t = self.seconds(first + k), first + k
+            if (place := t if made.draw else t % len(made.sources)) not in known:
+                known = {} if made.draw else known
+                known[place] = self.travels(exchange, t)
+            (m, lasts), done = known[place], self.after(now, compute)
+            ready = np.maximum(self.after(now, exchange.begins * compute), free)
+            ends = together(m, np.maximum(ready[m.senders], ready[m.receivers])) + lasts
+            there = np.zeros(n)
+            np.maximum.at(there, np.concatenate([m.senders, m.receivers]), np.concatenate([ends, ends]))
+            arrived, free = [*arrived, there], np.maximum(free, there)
+            rows[0, k], now = now, np.maximum(done, arrived.pop(0))
+            rows[1, k], rows[2, k] = now, now - done
+        return Timeline(*rows)
+
+    def travels(self, exchange: Exchange, t: int) -> tuple[Messages, np.ndarray]:
+        """Return the messages of step `t`, and the seconds that each travels."""
+        m = messages_of(exchange.topology, t, self.network.node, to_each=exchange.to_each)
+        return m, self.network.seconds(m, exchange.nbytes)
+
+    def exchange(self, exchange: Exchange, steps: Sequence[int]) -> tuple[float, float]:
+        """Return the mean seconds of these steps' messages alone: of those between nodes, and of those inside."""
+        longest = np.zeros((2, len(steps)))
+        for k, t in enumerate(steps):
+            m, lasts = self.travels(exchange, t)
+            for place, are in enumerate((m.are_away, ~m.are_away)):
+                longest[place, k] = lasts[are].max(initial=0.0)
+        return float(longest[0].mean()), float(longest[1].mean())
+
+    @checks_numbers
+    def merges(self, inner_steps: int | Sequence[int], count: int, *, wait: float = 0.0) -> Merges:
+        """Return the first merges of asynchronous local SGD (Liu et al., 2024; arXiv:2401.09135); messages take no time.
+
+        A worker takes its inner steps from the parameters that it saw. Who ends within `wait` seconds of a window's first
+        merge is merged in it, in the order of the ends; all of them start again at the window's last merge.
+
+        Args:
+            inner_steps: H, or one for each worker: with dynamic local updates `floor(H v_i / max v)`, v the speeds.
+            count: of merges.
+            wait: the grace period in seconds, >= 0; `math.inf` is DiLoCo.
+        """
+        n, merged = self.links.num_workers, 0
+        each = np.broadcast_to(array("merges", "inner steps", inner_steps, np.int64), (n,))
+        rule = "inner steps >= 1, count >= 1, wait >= 0."
+        require(bool((each > 0).all()) and count > 0 and wait >= 0, "merges", rule, inner_steps=inner_steps, wait=wait)
+        own, seen, rows = np.zeros(n, dtype=int), np.zeros(n, dtype=int), list[tuple[float, int, int]]()
+
+        def end(i: int, now: float) -> tuple[float, int]:
+            lasts = math.fsum(self.seconds(int(k))[i] for k in range(own[i], own[i] + each[i]))
+            own[i] += each[i]
+            return float(self.after(np.full(n, now), np.full(n, lasts))[i]), i
+
+        running = [end(i, 0.0) for i in range(n)]
+        heapq.heapify(running)
+        while len(rows) < count:
+            window, opened = list[int](), running[0][0]
+            while running and running[0][0] <= opened + wait:
+                now, i = heapq.heappop(running)
+                rows.append((now, i, merged - seen[i]))
+                merged += 1
+                window.append(i)
+            for i in window:
+                seen[i] = merged
+                heapq.heappush(running, end(i, rows[-1][0]))
+        return Merges(*map(np.array, zip(*rows[:count], strict=True)))
+
+
+def clock(
+    compute: float | Sequence[float] | np.ndarray | Callable[[np.ndarray], Any],
+    links: Cluster | Links,
+    *,
+    outages: Sequence[Outage] = (),
+    seed: int = 0,
+) -> Clock:
+    """Return the clock of a run: seconds of its steps, on given workers and links.
+
+    Args:
+        compute: seconds per step without messages, >= 0: a number, one per worker `[N]`, recorded ones `[steps, N]`, or a
+            function of `[N]` numbers uniform in [0, 1), drawn by (seed, step, worker): `lambda u: 0.1 + 0.2 * (u < 0.1)`.
+        links: `df.planning.Cluster`, or `df.timing.Links` if they are unequal.
+        outages: (worker, from, until) in seconds; the worker does nothing then.
+        seed: of the draws.
+
+    Raises:
+        ValueError: a number out of its range, or of another number of workers.
+    """
+    rule = "a df.planning.Cluster or df.timing.Links."
+    require(isinstance(links, (Cluster, Links)), "clock", rule, links=links)
+    return Clock(compute, links, outages, seed)

@@ -1,0 +1,104 @@
+"""The clock: closed forms, laws over random workers and links, the recorded clock of asynchronous local SGD."""
+
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+import decentfn as df
+from decentfn.planning import Cluster, Link
+from decentfn.timing import Exchange, Links
+
+SECONDS = [0.58, 0.75, 1.51, 3.33]
+MERGES = [
+    [11.6, 0, 0],
+    [15.0, 1, 1],
+    [23.2, 0, 1],
+    [30.0, 1, 1],
+    [30.2, 2, 4],
+    [34.8, 0, 2],
+    [45.2, 1, 1],
+    [46.4, 0, 1],
+]
+MERGES += [[58.0, 0, 0], [60.2, 1, 2], [60.4, 2, 5], [66.6, 3, 11]]
+RECORDED = {800: 209.0, 1600: 406.4, 2400: 603.8, 3200: 801.4, 4000: 999.0, 4800: 1207.8, 5600: 1404.2, 8000: 1998.6}
+"""Local steps of all workers, and seconds, printed in a notebook of google-deepmind/asyncdiloco (e783a30)."""
+
+
+def test_the_recorded_clock_of_asynchronous_local_sgd():
+    clock = df.clock(SECONDS, Links([1] * 4))
+    found = clock.merges(20, 400, wait=0.5)
+    rows = list(zip(found.seconds.round(9).tolist(), found.worker.tolist(), found.staleness.tolist(), strict=True))
+    assert [list(row) for row in rows[:12]] == MERGES
+    assert np.bincount(found.worker).tolist() == [172, 132, 66, 30] and found.staleness.max() == 14
+    assert {steps: round(float(found.seconds[steps // 20 - 1]), 9) for steps in RECORDED} == RECORDED
+    all_wait = clock.merges(20, 20, wait=1000.0).seconds[3::4]
+    assert all_wait == pytest.approx([66.6, 133.2, 199.8, 266.4, 333.0])
+
+
+def test_one_slow_worker_sets_the_pace_of_all_but_of_those_that_wait_for_nobody():
+    clock = df.clock([0.1, 0.1, 0.1, 0.3], Cluster(4, Link(10)))
+    for begins, name in ((0.0, "ring"), (1.0, "ring"), (2 / 3, "complete")):
+        line = clock.timeline(Exchange(df.topology(name, 4), 1e3, begins), 60)
+        assert 60 / line.end[-1].max() == pytest.approx(10 / 3, rel=0.01)
+    trace = clock.timeline(Exchange(df.topology("one-peer-exp", 4), 1e3, is_awaited=False), 60).trace
+    assert trace is not None and trace.num_steps[:3] == (60,) * 3 and trace.num_steps[3] in (19, 20)
+    assert max(its[-1] for its in trace.ended) == pytest.approx(6.0)
+    assert len(trace.levels) <= 61
+
+
+@pytest.mark.parametrize("begins", [0.0, 2 / 3, 1.0])
+def test_equal_workers_follow_the_closed_form(begins):
+    n, nbytes, link = 6, 4e7, Link(1, latency_ms=2)
+    clock = df.clock(0.1, Cluster(n, link))
+    for name, payloads, rounds in (("ring", 1, 1), ("static-ring", 2, 1), ("complete", 2 * (n - 1) / n, 2 * (n - 1))):
+        messages = link.seconds(payloads * nbytes, rounds)
+        step = 0.1 * begins + max(0.1 * (1 - begins), messages)
+        line = clock.timeline(Exchange(df.topology(name, n), nbytes, begins), 10)
+        assert line.end == pytest.approx(step * np.arange(1, 11)[:, None].repeat(n, 1))
+
+
+def test_outages_delays_and_one_worker():
+    alone = df.clock(0.1, Cluster(1, Link(1)), outages=[(0, 0.25, 1.25)])
+    line = alone.timeline(Exchange(df.topology("complete", 1), 1e6), 4)
+    assert line.end[:, 0] == pytest.approx([0.1, 0.2, 1.3, 1.4]) and not line.waited.any()
+    one = Exchange(df.topology("one-peer-exp", 4), 1e7, begins=1.0)
+    slow = df.clock(0.1, Cluster(4, Link(1, latency_ms=0, efficiency=1)))
+    assert slow.timeline(one, 8).end[-1, 0] == pytest.approx(8 * 0.18)
+    late = Exchange(one.topology, 1e7, begins=1.0, delay=1)  # 0.08 s hide behind the next step's 0.1 s
+    assert slow.timeline(late, 8).end[-1, 0] == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_more_bandwidth_never_ends_later_and_nobody_waits_less_than_0(seed):
+    draw = random.Random(seed)
+    n = draw.choice([2, 4, 6])
+    name = draw.choice(["ring", "complete", "static-ring", "base"] if n > 2 else ["complete", "base"])
+    rates = [draw.uniform(0.1, 2) for _ in range(n)]
+    sends = Exchange(df.topology(name, n), draw.uniform(0, 1e7), draw.random(), draw.choice([0, 0, 2]))
+    ends = []
+    for factor in (1.0, 1.5, 10.0):
+        clock = df.clock(lambda u: 0.05 + 0.1 * u, Links([factor * rate for rate in rates]), seed=seed)
+        line = clock.timeline(sends, 20)
+        assert (line.waited >= 0).all() and (line.start[1:] == line.end[:-1]).all()
+        ends.append(line.end)
+    assert all((faster <= slower + 1e-12).all() for slower, faster in pairwise(ends))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: df.clock([0.1] * 3, Cluster(4, Link(1))), "a number >= 0"),
+        (lambda: df.clock(-1, Cluster(4, Link(1))), "a number >= 0"),
+        (lambda: df.clock(0.1, 4), "df.planning.Cluster or df.timing.Links"),
+        (lambda: df.clock(0.1, Cluster(4, Link(1)), outages=[(4, 0, 1)]), "outages are"),
+        (lambda: Links([1, 0]), "numbers > 0"),
+        (lambda: Exchange(df.topology("complete", 4), 1, is_awaited=False), "averages in groups are awaited"),
+        (lambda: df.clock(0.1, Links([1, 1])).timeline(Exchange(df.topology("ring", 4), 1), 2), "has 2 workers"),
+        (lambda: df.clock([[0.1] * 4], Links([1] * 4)).timeline(Exchange(df.topology("ring", 4), 1), 2), "1 rows"),
+    ],
+)
+def test_what_no_clock_has_is_refused(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
