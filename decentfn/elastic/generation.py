@@ -283,6 +283,7 @@ def go_on(here: World, members: Members, patience: timedelta) -> Generation:
     Plain calls of torch.distributed, whose default group this was, fail from here on; on GPUs it has a new one.
 
     Args:
+        here: the world whose processes go on.
         members: those of a generation later than any before.
         patience: within this time the others come.
     """

@@ -91,8 +91,7 @@ def compressed(work: Work, cluster: Cluster, topology: Topology) -> Prediction:
 def diloco(work: Work, cluster: Cluster, inner_steps: int) -> Prediction:
     """An all-reduce of the parameters after every H steps, which nothing hides."""
     name, made = f"every {inner_steps} steps", complete(cluster.num_workers)
-    options = {"begins": 1, "inboxes": 1, "memory": 2}
-    return _predicted("diloco", name, work, cluster, made, None, every=inner_steps, **options)
+    return _predicted("diloco", name, work, cluster, made, None, begins=1, every=inner_steps, inboxes=1, memory=2)
 
 
 def _predicted(

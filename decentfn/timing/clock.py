@@ -161,7 +161,8 @@ class Clock:
             arrived, free = [*arrived, there], np.maximum(free, there)
             rows[0, k], now = now, np.maximum(done, arrived.pop(0))
             rows[1, k], rows[2, k] = now, now - done
-        return Timeline(*rows)
+        start, end, waited = rows
+        return Timeline(start, end, waited)
 
     def travels(self, exchange: Exchange, t: int) -> tuple[Messages, np.ndarray]:
         """Return the messages of step `t`, and the seconds that each travels."""

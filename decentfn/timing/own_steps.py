@@ -79,7 +79,7 @@ def own_steps(
             [row] = np.flatnonzero((m.senders == i) & (m.receivers == to))[:1]
             done = max(now, leaves[out[row]], enters[into[row]]) + lasts[row]
             leaves[out[row]] = enters[into[row]] = done
-            box.append(_Letter(done + latency[row], (i, t), share * held))
+            box.append(_Letter(float(done + latency[row]), (i, t), share * held))
             mass[i] -= share * held
         sent[i].append(flags)
         heapq.heappush(events, (now, 1, i))

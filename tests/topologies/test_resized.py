@@ -10,7 +10,7 @@ import torch
 
 import decentfn as df
 from decentfn import topologies
-from decentfn.comm.gossip.compressed import everyone
+from decentfn.comm.gossip.compressed import all_to_all
 from decentfn.topologies import certificate, mixing_matrix, registry, topology, topology_names
 from decentfn.topologies.resized import enlarged, in_place
 from tests.topologies import is_doubly_stochastic
@@ -188,7 +188,7 @@ def test_enlarged_a_schedule_keeps_its_form(name, n):
 
 
 def test_an_algorithms_own_mean_of_all_stays_one_or_cannot_grow():
-    for mean in (everyone(4), topologies.every(3, everyone(4))):
+    for mean in (all_to_all(4), topologies.every(3, all_to_all(4))):
         with pytest.raises(ValueError, match="mean of all .* no form for 5 workers"):
             enlarged(mean, 5)
 
