@@ -136,7 +136,7 @@ class Clock:
         >>> import decentfn as df
         >>> four = df.clock([0.1, 0.1, 0.1, 0.3], df.planning.Cluster(4, df.planning.Link(10)))  # one slow worker
         >>> ring = df.timing.Exchange(df.topology("ring", 4), nbytes=1e6)
-        >>> round(100 / four.timeline(ring, 100).end[-1].max(), 2)  # steps per second, of 10
+        >>> round(float(100 / four.timeline(ring, 100).end[-1].max()), 2)  # steps per second, of 10
         3.33
         """
         at_least("timeline", "steps", steps, 1)
