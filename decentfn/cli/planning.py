@@ -16,10 +16,19 @@ from decentfn.planning import plan as planned
 from decentfn.plots.links import step_times
 
 
+def _count(text: str) -> int:
+    """Read a number that may end in K, M or B, thousands, millions or billions."""
+    scale = {"K": 1e3, "M": 1e6, "B": 1e9}.get(text[-1:].upper())
+    try:
+        return round(float(text)) if scale is None else round(scale * float(text[:-1]))
+    except (ValueError, OverflowError):
+        raise ValueError(f"plan --parameters {text}: expected a number, such as 100M, 7B or 1e9.") from None
+
+
 def plan(
     num_workers: Annotated[int | None, arg(aliases=["-n"])] = None,
     *,
-    parameters: float,
+    parameters: str,
     compute_ms: float,
     gbit: float | None = None,
     links: Path | None = None,
@@ -39,7 +48,7 @@ def plan(
 
     Args:
         num_workers: N.
-        parameters: number of parameters, such as 1e9; they are float32.
+        parameters: number of parameters, such as 100M, 7B or 1e9; they are float32.
         compute_ms: forward and backward pass and update of a worker, without messages.
         gbit: rate of a node's interface, Gbit/s.
         links: file of `decentfn links`, in place of the numbers of workers, nodes and links.
@@ -68,7 +77,8 @@ def plan(
         inside = None if inside_gbit is None else Link(inside_gbit, 0.01)
         cluster = Cluster(num_workers, Link(gbit, latency_ms), inside, workers_per_node, processes_per_worker)
     options = {"compute_seconds": compute_ms / 1e3, "wire_dtype": getattr(torch, wire), "sent": sent}
-    made = planned(cluster, round(parameters), inner_steps=inner_steps, **options)
+    count = _count(parameters)
+    made = planned(cluster, count, inner_steps=inner_steps, **options)
     if json:
         said = {"recommended": _row(made.recommended), "reason": made.reason}
         print(json_format.dumps(said | {"predictions": [_row(p) for p in made.predictions]}, indent=1))
@@ -76,8 +86,9 @@ def plan(
         distinct = {(p.method, p.seconds, p.between, p.gap): p for p in reversed(made.predictions)}
         show([_row(p) for p in sorted(distinct.values(), key=made.predictions.index)])
         print(f"\nrecommended: {made.recommended.method} on {made.recommended.topology}, because {made.reason}")
+        print("gap/step: share of the workers' disagreement that a step removes at least; 1: all are equal after it")
     if plot is not None:
-        step_times(cluster, round(parameters), inner_steps=inner_steps, **options).savefig(plot, dpi=150)
+        step_times(cluster, count, inner_steps=inner_steps, **options).savefig(plot, dpi=150)
 
 
 def _row(p: Prediction) -> dict[str, Any]:

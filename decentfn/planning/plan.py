@@ -88,6 +88,38 @@ def plan(
         rule = f"the cluster has {cluster.num_workers} workers."
         require(made.num_workers == cluster.num_workers, "plan", rule, topologies=brief(made))
     work = Work(parameters, compute_seconds, dtype.itemsize, (wire_dtype or dtype).itemsize)
+    rows = _ranked(work, cluster, sent, inner_steps, topologies)
+    best, schedule = _best(rows)
+    found, reason = [p for p, _ in rows], _reason(best, [p for p, _ in rows], work)
+    if best.bottleneck == "links between nodes" and topologies is None:
+        ways = _other_ways(work, cluster, sent)
+        faster = {way: _best(_ranked(*these, sent, inner_steps, None))[0].seconds / best.seconds for way, these in ways}
+        said = [f"{share:.2f} with {way}" for way, share in faster.items() if share < 0.95]
+        reason += f" Of this step's time remain {', '.join(said)}." if said else ""
+    return Plan(found, best, schedule, reason)
+
+
+def _other_ways(work: Work, cluster: Cluster, sent: float) -> list[tuple[str, tuple[Work, Cluster]]]:
+    """Return what relieves the links between nodes without another method."""
+    narrow, node = (
+        replace(work, wire=2),
+        replace(
+            cluster,
+            num_workers=cluster.nodes,
+            workers_per_node=1,
+            processes_per_worker=cluster.workers_per_node * cluster.processes_per_worker,
+        ),
+    )
+    has_both = cluster.workers_per_node > 1, work.wire > 2 and sent == 1
+    ways = [("each node as a worker (`fully_shard`)", (work, node)), ("wire_dtype=torch.bfloat16", (narrow, cluster))]
+    both = [("both", (narrow, node))] if all(has_both) else []
+    return [way for way, is_open in zip(ways, has_both, strict=True) if is_open] + both
+
+
+def _ranked(
+    work: Work, cluster: Cluster, sent: float, inner_steps: int, topologies: Sequence[Topology] | None
+) -> list[tuple[Prediction, Topology | None]]:
+    """Predict all methods, the fastest first."""
     found = [ddp(work, cluster), diloco(work, cluster, inner_steps)]
     if cluster.processes_per_worker > 1:
         found.append(hsdp(work, cluster))
@@ -95,14 +127,15 @@ def plan(
     if sent == 1:
         predict = partial(gossip, work, cluster)
     else:
-        predict = partial(compressed, replace(work, wire=dtype.itemsize * sent), cluster)
+        predict = partial(compressed, replace(work, wire=work.nbytes * sent), cluster)
         schedules = [made for made in schedules if _is_compressible(made)]
     rows = [*((p, None) for p in found), *((predict(made), made) for made in schedules)]
     rows.sort(key=lambda row: (row[0].seconds, -(row[0].gap or 0), row[0].between, row[0].topology != "base"))
-    # DDP has a gap of 1.
-    best, schedule = next((p, made) for p, made in rows if p.gap is not None and p.gap >= _ENOUGH)
-    found = [p for p, _ in rows]
-    return Plan(found, best, schedule, _reason(best, found, work))
+    return rows
+
+
+def _best(rows: Sequence[tuple[Prediction, Topology | None]]) -> tuple[Prediction, Topology | None]:
+    return next((p, made) for p, made in rows if p.gap is not None and p.gap >= _ENOUGH)  # DDP has a gap of 1
 
 
 def _all_of(cluster: Cluster) -> list[Topology]:

@@ -50,8 +50,11 @@ def test_a_plan_is_the_librarys_with_its_recommendation(capsys):
     assert [row["step ms"] for row in told["predictions"]] == [p.seconds * 1e3 for p in planned.predictions]
     assert told["recommended"] in told["predictions"] and told["reason"] == planned.reason
     cli.run(PLAN)
-    *_, empty, last = capsys.readouterr().out.splitlines()
-    assert (empty, last) == ("", f"recommended: adapt_while_communicate on base, because {planned.reason}")
+    *_, empty, last, gap = capsys.readouterr().out.splitlines()
+    assert gap.startswith("gap/step: ") and (empty, last) == (
+        "",
+        f"recommended: adapt_while_communicate on base, because {planned.reason}",
+    )
 
 
 def test_a_narrow_terminal_breaks_texts_and_no_number(capsys, monkeypatch):

@@ -1,5 +1,7 @@
 """Plans: bytes are those that ranks send, and times those that were measured behind rate-limited links."""
 
+import re
+
 import pytest
 import torch
 
@@ -209,3 +211,16 @@ def test_a_checkpoint_has_the_bytes_of_the_states(method, dtype):
     held = sum(leaf.nbytes for leaf in trees.leaves(init(torch.zeros(numel, dtype=dtype))))
     found = df.planning.plan(Cluster(n, Link(1)), numel, compute_seconds=0.01, dtype=dtype)
     assert of(found, method).checkpoint == pytest.approx(n * held, rel=1e-3)
+
+
+def test_a_node_as_worker_and_a_narrow_wire_are_named_if_links_between_nodes_are_the_limit():
+    inside, between = Link(200, 0.01), Link(10)
+    made = df.plan(Cluster(24, between, inside, workers_per_node=4), 10**8, compute_seconds=0.2)
+    shares = {
+        name: float(share) for share, name in re.findall(r"([0-9.]+) with (each node|wire_dtype|both)", made.reason)
+    }
+    assert shares == {"each node": 0.52, "wire_dtype": 0.50, "both": 0.30}
+    as_node = df.plan(Cluster(6, between, inside, processes_per_worker=4), 10**8, compute_seconds=0.2)
+    assert as_node.recommended.seconds / made.recommended.seconds == pytest.approx(0.52, abs=0.005)
+    fast = Cluster(24, Link(400), inside, workers_per_node=4)
+    assert "each node" not in df.plan(fast, 10**8, compute_seconds=2.0).reason
