@@ -19,8 +19,6 @@ TOPOLOGY = "chain"
 NEEDED = {
     "compressor": (compressors.top_k(0.25), compressors.top_k(0.5)),
     "gamma": (0.3, 0.4),
-    "eta": (None, 0.1),
-    "tau": (None, 0.5),
     "least_delay": (None, 0),
 }
 """Two values of what has no default, or one that does not show its kind."""
@@ -42,6 +40,8 @@ def two_values(name, parameter):
     if parameter.name in NEEDED:
         return NEEDED[parameter.name]
     default, hint = parameter.default, get_type_hints(getattr(df, name))[parameter.name]
+    if default is None:
+        return None, 0.05
     if get_origin(hint) is Literal:
         return get_args(hint)[:2]
     if isinstance(default, bool):
