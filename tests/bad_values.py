@@ -36,6 +36,7 @@ INVARIANTS = {"extra": _mean("p"), "exact_diffusion": _mean("c"), "d2": _mean("c
 """Further laws that the corrections need, besides the contract's own."""
 
 _MIX, _OUTER, _NEVER = "neighbors' mix", "outer parameters", "not repaired"
+DRAWN = "neighbors' mix of each value, once drawn"
 MENDED = {
     "choco_sgd": "own public copy",
     "relay_sgd, models": "the others' mean, as heard last",
@@ -49,7 +50,7 @@ MENDED = {
     "gasloc": _OUTER,
     "factored_gossip_diloco": _OUTER,
     "sparse_loco": _OUTER,
-    "sparta": _NEVER,  # not in these steps: an element is, when it is drawn
+    "sparta": DRAWN,
     "k_gt": _OUTER,
     "led": _OUTER,
     "diloco, 4 bits": _OUTER,
@@ -132,9 +133,9 @@ def broken(row: str, history: list[Any], until: int) -> list[str]:
 
 def line(row: str, history: list[Any]) -> str:
     """The table's line of an algorithm, as it happened."""
-    mended = bool(finite(history[NAN_PARAMETER + 1])[1])
+    at_once, at_last = (bool(finite(history[t])[1]) for t in (NAN_PARAMETER + 1, STEPS))
     said = MENDED.get(row, _MIX)
-    assert mended == (said != _NEVER), f"{row}: mended={mended}"
+    assert (at_once, at_last) == (said not in (DRAWN, _NEVER), said != _NEVER), f"{row}: {at_once=}, {at_last=}"
     lost = broken(row, history, STEPS)
     kept = [law.name for law in laws(row) if law.name not in lost]
     told = [f"kept: {', '.join(kept)}"] * bool(kept) + [f"lost: {', '.join(lost)}"] * bool(lost)
