@@ -83,9 +83,9 @@ def own_steps(
             mass[i] -= share * held
         sent[i].append(flags)
         heapq.heappush(events, (now, 1, i))
-    for its, flags in zip(taken, sent, strict=True):
-        del its[len(flags) :]
     ended = [rows[1, : len(flags), i].tolist() for i, flags in enumerate(sent)]
-    for i, its in enumerate(ended):
-        rows[:, len(its) :, i] = np.nan
+    for i, (its, flags) in enumerate(zip(taken, sent, strict=True)):
+        left = [letter.event for j in range(n) for letter in boxes.get((j, i), [])]  # for df.settle
+        its[len(flags) :] = [sum(its[len(flags) :], left)]
+        rows[:, len(flags) :, i] = np.nan
     return rows[0], rows[1], rows[2], Trace(schedule_name(topology), n, taken, sent, ended, (first,) * n)  # pyright: ignore[reportArgumentType]

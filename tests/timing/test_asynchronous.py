@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import decentfn as df
+from decentfn.planning import Cluster, Link
 from decentfn.testing import on_ranks
+from decentfn.timing import Exchange
 from tests.timing.traces import random_trace, replayed
 
 N = 4
@@ -76,6 +78,19 @@ def test_mass_is_conserved_whatever_is_late(seed, topology):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_mass_is_conserved_over_ten_thousand_events(dtype):
     conserves(ONE_PEER, 0, 10_000, dtype)
+
+
+@pytest.mark.parametrize(("slow", "gbit_per_s"), [(0.1, 10), (0.3, 10), (0.37, 0.001)])
+@pytest.mark.parametrize(("topology", "first"), [(ONE_PEER, 0), (df.topology("static-exp", N), 5)])
+def test_a_predicted_trace_runs_in_the_simulator_and_loses_no_mass(topology, first, slow, gbit_per_s):
+    clock = df.clock([0.1, 0.1, 0.1, slow], Cluster(N, Link(gbit_per_s)))
+    trace = clock.timeline(Exchange(topology, 1e4, is_awaited=False), 40, first=first).trace
+    assert trace is not None and sum(len(left) for _, left in trace.settled)  # something is in flight at the end
+    algorithm = df.asynchronous_gradient_push(nothing, df.sgd(0.1), topology)
+    settled = df.settle(replayed(algorithm, trace, starts(), batch), arrivals=trace)
+    assert float(mass(settled)[1]) == pytest.approx(N, abs=1e-12)
+    for name, total in zip(starts()[0], sums(starts()), strict=True):
+        torch.testing.assert_close(df.consensus_mean(settled)[name], total / N, atol=1e-12, rtol=0)
 
 
 def test_what_a_narrow_wire_rounds_stays_with_the_sender():
