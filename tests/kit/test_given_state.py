@@ -139,7 +139,7 @@ def test_after_its_first_step_a_step_still_refuses_another_state_of_the_same_run
     mixed = state._replace(local=state.local._replace(opt=df.stack(other, N).local.opt))
     for given, refusal in (
         (df.ema_state(state), "needs one with an average"),
-        (mixed, "another algorithm's, network's or"),
+        (mixed, "another algorithm, network or"),
     ):
         with pytest.raises(ValueError, match=refusal):
             step(given, network.batches(N, 1), 1)

@@ -110,5 +110,5 @@ class OwnMemory(NamedTuple):
 
 def test_a_memory_that_does_not_say_how_it_restarts_is_refused():
     state = network.build("all_reduce", N).init(network.params())
-    with pytest.raises(ValueError, match=r"a OwnMemory, does not say.*restart\(self, x\)"):
+    with pytest.raises(ValueError, match=r"a OwnMemory, has no `restart`.*restart\(self, x\)"):
         df.with_params(state._replace(memory=OwnMemory(torch.ones(3))), network.params())

@@ -1,4 +1,4 @@
-"""The blocks of docs/recipes.md run as they stand, wherever their packages are installed."""
+"""The blocks of docs/recipes.md, and accelerate's of docs/started_by.md, run wherever their packages are installed."""
 
 import importlib.util
 import re
@@ -12,15 +12,14 @@ import torch
 
 pytestmark = pytest.mark.thorough
 
-PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "recipes.md").read_text(encoding="utf-8")
 PACKAGES = {
     "TensorBoard": ["tensorboard"],
     "Weights & Biases": ["wandb"],
     "YAML": ["yaml"],
     "Hydra": ["hydra", "omegaconf"],
     "Hugging Face: a data set on disk and a model": ["datasets", "transformers"],
-    "Fabric": ["lightning_fabric"],
-    "Accelerate": ["accelerate"],
 }
 MADE = {
     "TensorBoard": "runs/board/events*",
@@ -45,7 +44,7 @@ def start():
     return re.findall(r"```python\n(.*?)```", START, re.DOTALL)[0]
 
 
-@pytest.mark.parametrize("heading", [heading for heading in PACKAGES if heading != "Accelerate"])
+@pytest.mark.parametrize("heading", PACKAGES)
 def test_a_recipe_runs_and_what_it_makes_trains(heading, tmp_path, monkeypatch):
     text = block(heading)
     monkeypatch.chdir(tmp_path)
@@ -64,9 +63,11 @@ def test_a_recipe_runs_and_what_it_makes_trains(heading, tmp_path, monkeypatch):
 
 
 def test_accelerate_starts_the_ranks(tmp_path):
-    text = block("Accelerate")
+    pytest.importorskip("accelerate")
+    page = (DOCS / "started_by.md").read_text(encoding="utf-8")
+    [text] = re.findall(r"^accelerate launch .*", page, re.MULTILINE)
     tail = "for t, batch in enumerate(batches):\n    state, metrics = step(state, batch, t)\nprint(world.rank, world.num_workers)\n"
-    (tmp_path / "train.py").write_text(start() + tail)
+    (tmp_path / "training.py").write_text(start() + tail)
     command = [sys.executable, "-m", "accelerate.commands.launch", *text.split()[2:]]
     finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert finished.returncode == 0 and sorted(finished.stdout.split("\n")) == ["", "0 2", "1 2"], finished.stderr
