@@ -87,6 +87,7 @@ def is_named(function):
 
 
 CLUSTER = df.planning.Cluster(N, df.planning.Link(1))
+PLAN = df.plan(CLUSTER, 1000, compute_seconds=0.1, topologies=[RING])
 T, C, D, G, S = df.transforms, df.compressors, df.data, df.topologies, df.schedules
 BASES = {
     S: (
@@ -191,12 +192,17 @@ BASES = {
             decent_dp.buckets: [[("w", torch.ones(3))]],
             df.plan: [CLUSTER, 1000],
             G.certificate: [RING],
+            df.clock: [0.1, CLUSTER],
+            D.until: [[0, 1]],
+            df.profiling.compare: [PLAN.recommended, df.profiling.Communication()],
         },
     ),
 }
 """Valid calls of each function, and the use of their results."""
 OPTIONS = {
     df.plan: {"compute_seconds": 0.1, "topologies": [df.topology("ring", N)]},
+    D.until: {"steps": 2},
+    df.profiling.compare: {"steps": 10, "seconds": 3.6},
     df.beer: {"compressor": C.top_k(0.5), "gamma": 0.3},
     df.motef: {"compressor": C.top_k(0.5), "gamma": 0.3},
     df.sparse_loco: {"compressor": None},
@@ -222,7 +228,7 @@ ELSEWHERE = {
     "pictures": ["graph", "matrix"],
     "matrices only": ["muon"],
     "other packages": ["from_torch"],
-    "of a step": ["collect", "difference", "scale", "distance_in_steps", "set_learning_rate"],
+    "of a step": ["collect", "difference", "scale", "distance_in_steps", "set_learning_rate", "shares_of"],
     "testing": ["hostile", "on_ranks"],
     "draws, which steps call while they run": ["bits", "integers", "permutation", "sign", "uniform"],
     "Decent-DP": ["clip_by_buckets"],

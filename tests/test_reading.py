@@ -73,6 +73,7 @@ NOT_OF_PROCESSES = {df.resize, df.worker}
 RETURN_NOTHING_OF_IT = {
     df.check_replicas: None,
     df.distance_in_steps: "a number",
+    df.settle: "of one algorithm, in timing/test_asynchronous.py",
     df.join: "the state that it was given, or one that arrived",
     df.checkpoint.save: "a path",
     df.checkpoint.export: None,

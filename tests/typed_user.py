@@ -47,6 +47,7 @@ def algorithms(topology: df.Topology, optimizer: df.Transform) -> df.Algorithm:
         df.a2cid2(loss_fn, optimizer, topology),
         df.adapt_then_combine(loss_fn, optimizer, topology, wire_dtype=torch.bfloat16),
         df.all_reduce(loss_fn, optimizer, topology),
+        df.asynchronous_gradient_push(loss_fn, optimizer, topology),
         df.beer(loss_fn, optimizer, topology, compressor=compressor, gamma=0.1),
         df.choco_sgd(loss_fn, optimizer, topology, compressor=compressor, gamma=0.1),
         df.clipped_gossip(loss_fn, optimizer, topology),
@@ -110,6 +111,16 @@ def training(algorithm: df.Algorithm, directory: Path) -> None:
                 stop.leave()
 
 
+def without_waiting(topology: df.Topology, batches: list[tuple[Tensor, Tensor]], directory: Path) -> None:
+    init, step = df.asynchronous_gradient_push(loss_fn, df.sgd(0.1), topology)
+    state = init({"w": torch.zeros(3)})
+    for t, batch in df.data.until(batches, seconds=60):
+        state, _ = step(state, assert_type(batch, tuple[Tensor, Tensor]), assert_type(t, int))
+    trace = assert_type(df.trace(), df.timing.Trace)
+    trace.save(directory / "trace.npz")
+    assert_type(df.settle(state), df.State)
+
+
 def looking(algorithm: df.Algorithm, state: df.State) -> None:
     assert_type(df.consensus_distance(state), Tensor)
     assert_type(df.distance_to_consensus(state), Tensor)
@@ -138,6 +149,14 @@ def telling(state: df.State, metrics: df.Metrics, directory: Path) -> None:
 def planning(state: df.State, topology: df.Topology) -> None:
     plan: df.planning.Plan = df.plan(df.planning.Cluster(4, df.planning.Link(1.0)), 1000, compute_seconds=0.1)
     assert_type(plan.recommended.seconds, float)
+    with df.profiling.communication() as counted:
+        pass
+    assert_type(df.profiling.compare(plan.recommended, counted, steps=10, seconds=3.6), str)
+    measured = assert_type(df.planning.Cluster.measured("links.json"), df.planning.Cluster)
+    clock = assert_type(df.clock([0.1, 0.2, 0.1, 0.1], measured), df.timing.Clock)
+    timeline = clock.timeline(df.timing.Exchange(topology, nbytes=4e6, is_awaited=False), steps=100)
+    assert_type(timeline, df.timing.Timeline)
+    assert_type(timeline.trace, df.timing.Trace | None)
     assert_type(df.set_learning_rate(state, 0.1), df.State)
     rates: list[Tensor] = [df.learning_rate(state), df.draws.uniform(0, 0, 0, [3])]
     optimizer = df.from_torch(lambda params: torch.optim.NAdam(params, lr=2e-3))

@@ -216,6 +216,7 @@ class Clock:
         return Merges(*map(np.array, zip(*rows[:count], strict=True)))
 
 
+@checks_numbers
 def clock(
     compute: float | Sequence[float] | np.ndarray | Callable[[np.ndarray], Any],
     links: Cluster | Links,

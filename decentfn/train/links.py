@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from decentfn.comm.collectives import World
+from decentfn.comm.collectives import World, gather_objects
 
 _STREAMS, _MESSAGES = 4, 16
 _ROUNDS = 15
@@ -46,7 +46,7 @@ def measure_links(world: World) -> dict[str, Any]:
         `all_reduce_ms` and `exchange_ms`: 25 MB, on all processes at once, by `backend`.
     """
     groups: list[Any] = [dist.new_group(backend="gloo") for _ in range(_STREAMS)]
-    nodes = _nodes(world, groups[0])
+    nodes = _nodes(world)
     first = [node["ranks"][0] for node in nodes]
     inside = [(node["ranks"][0], node["ranks"][-1]) for node in nodes if len(node["ranks"]) > 1]
     rounds = [pairs for pairs in (inside, *_disjoint(first)) if pairs]
@@ -60,13 +60,13 @@ def measure_links(world: World) -> dict[str, Any]:
                 mtu = next(node["mtu"] for node in nodes if world.rank in node["ranks"])
                 for name in ("mbit", "mbit_one_stream"):
                     found[-1][name] *= (mtu + 14) / (mtu - 52)
-    pairs = [pair for its in _gathered(world, groups[0], found) for pair in its]
+    pairs = [pair for its in gather_objects(found, world) for pair in its]
     timed = partial(_milliseconds, world, groups[0], min(pair["mbit"] for pair in pairs))
     return {
         "nodes": nodes,
         "pairs": pairs,
         "all_reduce_ms": timed(dist.all_reduce),
-        "exchange_ms": timed(partial(_exchange, world, len(nodes[0]["ranks"]))),
+        "exchange_ms": timed(partial(_exchange, world, len(nodes[0]["ranks"]) % world.size or 1)),
         "backend": str(dist.get_backend()),
     }
 
@@ -74,7 +74,7 @@ def measure_links(world: World) -> dict[str, Any]:
 # -- nodes ------------------------------------------------------------------------------------------------------------
 
 
-def _nodes(world: World, group: Any) -> list[dict[str, Any]]:
+def _nodes(world: World) -> list[dict[str, Any]]:
     name = _interface()
     folder = Path("/sys/class/net", name)
     own = {
@@ -88,7 +88,7 @@ def _nodes(world: World, group: Any) -> list[dict[str, Any]]:
     with suppress(OSError, ValueError):  # it has no speed
         own["nominal_mbit"] = int((folder / "speed").read_text()) if (folder / "device").exists() else None
     nodes = dict[str, dict[str, Any]]()
-    for rank, its in enumerate(_gathered(world, group, own)):
+    for rank, its in enumerate(gather_objects(own, world)):
         nodes.setdefault(its.pop("key"), its | {"ranks": []})["ranks"].append(rank)
     return list(nodes.values())
 
@@ -113,12 +113,6 @@ def _disjoint(ranks: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
         half = len(places) // 2
         yield [(a, b) for a, b in zip(places[:half], reversed(places), strict=False) if a is not None and b is not None]
         places = [places[0], places[-1], *places[1:-1]]
-
-
-def _gathered(world: World, group: Any, own: Any) -> list[Any]:
-    everyone: list[Any] = [None] * world.size
-    dist.all_gather_object(everyone, own, group)
-    return everyone
 
 
 # -- pairs of processes -----------------------------------------------------------------------------------------------
@@ -220,4 +214,4 @@ def _milliseconds(world: World, group: Any, mbit: float, call: Callable[[torch.T
     call(x)
     if x.is_cuda:
         torch.cuda.synchronize()
-    return max(_gathered(world, group, time.monotonic() - since)) * 1e3 * _MB / mb
+    return max(gather_objects(time.monotonic() - since, world)) * 1e3 * _MB / mb

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,17 +21,18 @@ from decentfn.kit.state import State
 from decentfn.timing import Trace, filled_up, schedule_name
 
 _log = logging.getLogger("decentfn")
+Batch = TypeVar("Batch")
 
 
 @checks_numbers
 def until(
-    batches: Iterable[Any],
+    batches: Iterable[Batch],
     *,
     seconds: float | None = None,
     steps: int | None = None,
     samples: int | None = None,
     start: int = 0,
-) -> Iterator[tuple[int, Any]]:
+) -> Iterator[tuple[int, Batch]]:
     """Yield `(t, batch)` of this worker's own steps until all workers together have used up a budget.
 
     Steps and samples are counted over all workers, in torch's store: one request per step, and nobody waits for another.
@@ -61,7 +62,7 @@ def until(
     return _until(batches, kind, most, start)
 
 
-def _until(batches: Iterable[Any], kind: str, most: float, start: int) -> Iterator[tuple[int, Any]]:
+def _until(batches: Iterable[Batch], kind: str, most: float, start: int) -> Iterator[tuple[int, Batch]]:
     here = collectives.world()
     add = _counter(here)
     since = time.monotonic()

@@ -3,12 +3,16 @@
 `torch.profiler` shows this library's ranges (`docs/profiling.md` lists them), which cost nothing without a profiler.
 """
 
+from __future__ import annotations
+
 from decentfn.comm.collectives import Communication, Traffic, communication
+from decentfn.core.numbers import at_least, checks_numbers
 from decentfn.planning import Prediction
 
 __all__ = ["Communication", "Traffic", "communication", "compare"]
 
 
+@checks_numbers
 def compare(planned: Prediction, counted: Communication, *, steps: int, seconds: float) -> str:
     """Return a table of a plan beside what a process measured in this many steps and seconds, per step.
 
@@ -25,6 +29,8 @@ def compare(planned: Prediction, counted: Communication, *, steps: int, seconds:
     MB between nodes       40         0
     MB inside nodes         0         0
     """
+    at_least("compare", "steps", steps, 1)
+    share = 1 / steps
     inside = [counted.inside, counted.within_worker]
     rows = {
         "step ms": (planned.seconds * 1e3, seconds * 1e3),
@@ -34,6 +40,6 @@ def compare(planned: Prediction, counted: Communication, *, steps: int, seconds:
         ),
         "MB inside nodes": (planned.inside / 1e6, sum(max(c.bytes_sent, c.bytes_received) for c in inside) / 1e6),
     }
-    lines = [f"{name:16} {of_plan:8.4g} {of_run / steps:9.4g}" for name, (of_plan, of_run) in rows.items()]
-    waited = f"{'of it waiting ms':16} {'-':>8} {counted.seconds_waited * 1e3 / steps:9.4g}"
+    lines = [f"{name:16} {of_plan:8.4g} {of_run * share:9.4g}" for name, (of_plan, of_run) in rows.items()]
+    waited = f"{'of it waiting ms':16} {'-':>8} {counted.seconds_waited * 1e3 * share:9.4g}"
     return "\n".join([f"{'per step':16} {'planned':>8} {'measured':>9}", lines[0], waited, *lines[1:]])

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import decentfn as df
+from decentfn.core import trees
 from decentfn.planning import Cluster, Link
 from decentfn.testing import on_ranks
 from decentfn.timing import Exchange
@@ -239,7 +240,10 @@ def test_a_state_without_room_for_what_is_in_flight_is_refused():
 def test_a_settled_state_is_saved_restored_and_resized(tmp_path):
     trace = random_trace(ONE_PEER, 60, 4)
     algorithm = built()
-    state = df.settle(replayed(algorithm, trace, starts(), batch), arrivals=trace)
+    before = replayed(algorithm, trace, starts(), batch)
+    state = df.settle(before, arrivals=trace)
+    held = [{x.untyped_storage().data_ptr() for x in trees.leaves(its) if x.numel()} for its in (before, state)]
+    assert not held[0] & held[1]  # a copy
     df.checkpoint.save(tmp_path, state, 1)
     again, _ = df.checkpoint.restore(tmp_path, df.stack(algorithm.init(starts()[1]), N, arrivals=trace))[:2]
     assert all(map(torch.equal, again.params, state.params)) and torch.equal(again.memory.weight, state.memory.weight)
