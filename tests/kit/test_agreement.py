@@ -46,8 +46,6 @@ def two_values(name, parameter):
         return get_args(hint)[:2]
     if isinstance(default, bool):
         return default, not default
-    if default is None:
-        return None, 0.05
     return default, default + 1 if isinstance(default, int) else default / 2
 
 
