@@ -29,8 +29,7 @@ from decentfn import kit
 from decentfn.algorithms.outer import Feedback, Fragments, cleared, mean_compressed, no_weight, progress
 from decentfn.comm import collectives, gossip
 from decentfn.compressors import Compressor
-from decentfn.core.buckets import loose
-from decentfn.core.numbers import require
+from decentfn.core import buckets, numbers
 from decentfn.core.trees import PyTree
 from decentfn.gradient.loss import takes
 from decentfn.topologies import Topology
@@ -115,7 +114,9 @@ def decoupled_diloco(
     rate = kit.as_input("decoupled_diloco", "outer_learning_rate", outer_learning_rate)
     momentum, wire = kit.as_input("decoupled_diloco", "outer_momentum", outer_momentum), worker.wire_dtype
     is_function = callable(arrives) and takes(arrives, 2)
-    require(arrives is None or is_function, "decoupled_diloco", "a function of t and the worker.", arrives=arrives)
+    numbers.require(
+        arrives is None or is_function, "decoupled_diloco", "a function of t and the worker.", arrives=arrives
+    )
     feedback = Feedback.of("decoupled_diloco", compressor, error_decay, worker, options)
     fragments = Fragments(num_fragments, inner_steps, worker.everyone if feedback is None else feedback.everyone)
     schedules = fragments.schedules(-1)
@@ -131,7 +132,7 @@ def decoupled_diloco(
         for p, (pieces, schedule) in enumerate(zip(fragments.split(list(delta)), schedules, strict=True)):
             own = torch.stack([tokens[p] ** 2 / steps[p].clamp(min=1), (steps[p] > 0).to(steps.dtype)])
             own = gossip.beside(pieces, own)
-            weight, trained = gossip.mean(loose([own]), schedule, t)[0].unbind()
+            weight, trained = gossip.mean(buckets.loose([own]), schedule, t)[0].unbind()
             found.append(kit.once(torch.where(weight != 0, own[0] / weight, torch.zeros_like(weight))))
             dues.append(kit.is_active(schedule, t, delta) & (trained > (quorum - 0.5) / n))
         return found, torch.stack(dues)
@@ -151,7 +152,7 @@ def decoupled_diloco(
         for pieces, schedule in zip(parts, schedules, strict=True):
             pairs = zip(pieces, delta.plan.buckets, strict=True)
             sent = [gossip.narrow(piece, plan.dtype, wire) for piece, plan in pairs]
-            means.append(gossip.mean(loose(sent), schedule, t))
+            means.append(gossip.mean(buckets.loose(sent), schedule, t))
         return kit.each(lambda mean, d: mean.to(d.dtype), fragments.join(means, delta.plan), delta), None
 
     def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:

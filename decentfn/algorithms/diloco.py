@@ -25,17 +25,8 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.outer import (
-    Feedback,
-    after_steps,
-    cleared,
-    local_steps,
-    no_weight,
-    outer_gradient,
-    progress,
-    require_outer,
-    to_send,
-)
+from decentfn.algorithms import outer as outer_steps
+from decentfn.algorithms.outer import outer_gradient, progress, to_send
 from decentfn.compressors import Compressor
 from decentfn.core.numbers import require
 from decentfn.core.trees import PyTree
@@ -53,7 +44,7 @@ class Memory(NamedTuple):
 
     def restart(self, x: kit.Buckets) -> Memory:
         """Take `x` as outer parameters and reset the outer momentum and the error."""
-        return Memory(kit.copy_wide(x), *cleared(self[1:]))
+        return Memory(kit.copy_wide(x), *outer_steps.cleared(self[1:]))
 
 
 @kit.algorithm
@@ -105,12 +96,12 @@ def diloco(
     kit.require_whole("diloco", inner_steps=inner_steps)
     kit.require_positive("diloco", outer_learning_rate=outer_learning_rate)
     kit.require_fractions("diloco", outer_momentum=outer_momentum)
-    feedback = Feedback.of("diloco", compressor, error_decay, worker, options)
-    schedule = after_steps(inner_steps, worker.everyone if feedback is None else feedback.everyone)
+    feedback = outer_steps.Feedback.of("diloco", compressor, error_decay, worker, options)
+    schedule = outer_steps.after_steps(inner_steps, worker.everyone if feedback is None else feedback.everyone)
     beta, wire = outer_momentum, worker.wire_dtype
     rate = kit.as_input("diloco", "outer_learning_rate", outer_learning_rate)
     if outer_optimizer is not None:
-        require_outer("diloco", outer_optimizer)
+        outer_steps.require_outer("diloco", outer_optimizer)
         rule = "an outer optimizer has its own rate and momentum: df.sgd(0.7, momentum=0.9, nesterov=True)."
         given = {"outer_learning_rate": outer_learning_rate, "outer_momentum": outer_momentum}
         require((outer_learning_rate, beta) == (0.7, 0.9), "diloco", rule, **given)
@@ -119,7 +110,7 @@ def diloco(
     def start(x: kit.Buckets) -> Memory:
         phi, error = kit.copy_wide(x), None if feedback is None else kit.zeros_like(x)
         b = kit.zeros_like(x) if outer_optimizer is None else outer_optimizer.init(phi)
-        return Memory(phi, b, None if weight is None else no_weight(x), error)
+        return Memory(phi, b, None if weight is None else outer_steps.no_weight(x), error)
 
     def mean_progress(theta: kit.Buckets, memory: Memory, t: Tensor) -> tuple[kit.Buckets, kit.Buckets | None]:
         phi, own, error = memory.phi, memory.weight, memory.error
@@ -141,7 +132,7 @@ def diloco(
             phi = kit.add(phi, u)
         return phi, Memory(phi, b, None if own is None else torch.zeros_like(own), error)
 
-    step = local_steps(worker, schedule, outer, weight=weigh)
+    step = outer_steps.local_steps(worker, schedule, outer, weight=weigh)
     return worker.algorithm(
         step,
         start,
