@@ -308,7 +308,7 @@ def test_a_newcomer_that_dies_before_it_has_the_state_is_left_out(is_admitted):
                 if not is_admitted:
                     assert gone.wait(10)
             if rank == 0 and t > 2:
-                time.sleep(0.1)
+                time.sleep(0.4)
             state, _ = step(state, task.batch(t), t)
         return generation_of(world()).members.seats, world().changes, state.params.tensors[0]
 
@@ -321,7 +321,8 @@ def test_a_newcomer_that_dies_before_it_has_the_state_is_left_out(is_admitted):
         gone.set()
 
     seats, generations, x = zip(*on_ranks(3, on_this_rank), strict=True)
-    assert set(seats) == {(0, 1, 2)} and set(generations) == {2 if is_admitted else 0}
+    # A second roll call may find it still announced, and leave it out again.
+    assert set(seats) == {(0, 1, 2)} and set(generations) in ([{2}, {3}] if is_admitted else [{0}])
     moved = RATE * sum(gradient(i, t) for i in range(3) for t in range(12))
     assert (sum(x) - sum(task.params(i)["x"] for i in range(3)) + moved).abs().max() < 1e-13
 
