@@ -181,7 +181,7 @@ def mix_with_peers(
 def mean_compressed(q: Compressed, after: Iterable[Tensor] = ()) -> kit.Buckets:
     """Wait for the messages of all workers, and return their mean, bit for bit equal on all; `after` as for `collect`."""
     total = sum_compressed(q._replace(posted=q.posted._replace(after=tuple(after))))
-    share = kit.once(1 / (1 + (q.posted.row.sources >= 0).sum()).double())
+    share = kit.once((1 + (q.posted.row.sources >= 0).sum()).double().reciprocal())
     return kit.each(lambda total: share.to(total.dtype) * total, total)
 
 

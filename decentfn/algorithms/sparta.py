@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.comm import collectives
 from decentfn.compressors.sparse import spread
 from decentfn.core.buckets import loose
 from decentfn.core.numbers import require
@@ -56,9 +55,9 @@ def sparta(
 
     def places(x: kit.Buckets, t: Tensor) -> list[Tensor]:
         counts = [min(b.shape[0], max(1, round(fraction * b.shape[0]))) for b in x]
-        now = collectives.on_device(x[0], t)
+        everyone = torch.zeros((), dtype=torch.int64, device=x[0].device)  # the same draws
         pairs = enumerate(zip(counts, x, strict=True))
-        return [spread(seed, now, i, count, b.shape[0], torch.zeros_like(now)) for i, (count, b) in pairs]
+        return [spread(seed, t, i, count, b.shape[0], everyone) for i, (count, b) in pairs]
 
     def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         g, local = worker.gradient(state.params, state.local, batch, t)

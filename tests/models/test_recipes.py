@@ -66,7 +66,7 @@ def test_accelerate_starts_the_ranks(tmp_path):
     pytest.importorskip("accelerate")
     page = (DOCS / "started_by.md").read_text(encoding="utf-8")
     [text] = re.findall(r"^accelerate launch .*", page, re.MULTILINE)
-    tail = "for t, batch in enumerate(batches):\n    state, metrics = step(state, batch, t)\nprint(world.rank, world.num_workers)\n"
+    tail = 'for t, batch in enumerate(batches):\n    state, metrics = step(state, batch, t)\nprint(f"{world.rank} {world.num_workers}\\n", end="")\n'
     (tmp_path / "training.py").write_text(start() + tail)
     command = [sys.executable, "-m", "accelerate.commands.launch", *text.split()[2:]]
     finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
