@@ -5,6 +5,7 @@ python -m tests.losses [schedules | wrappers | resizes] [K]        prints what i
 
 import itertools
 import logging
+import re
 import sys
 import threading
 import time
@@ -32,6 +33,7 @@ MIXING_MOMENTUM = (
     "decentlam",
     "slowmo",
     "noloco",
+    "noloco, 8 bits",
     "gasloc",
     "factored_gossip_diloco",
     "stochastic_gradient_push, delayed",
@@ -238,7 +240,11 @@ def outcome(case):
     try:
         kept, failed = survived(build, n, deaths, local=local, equal=equal, joins=joins, batch=batch)
     except ValueError as error:
-        return "refused" if "accepts no schedule in place of" in str(error) else f"{type(error).__name__}: {error}"
+        return (
+            "refused"
+            if re.search("accepts no schedule in place of|wait for nobody", str(error))
+            else f"{type(error).__name__}: {error}"
+        )
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     expected = [seat for seat in range(n) if seat not in deaths] + ([n] if joins is not None else [])
