@@ -192,6 +192,13 @@ def map_nodes(kind: type[T], function: Callable[..., T], tree: PyTree, *others: 
     return _like(tree, [map_nodes(kind, function, *part) for part in parts])
 
 
+def nodes_of(kind: type[T], tree: PyTree) -> list[T]:
+    """Return the nodes of this kind, in flattening order."""
+    found: list[T] = []
+    map_nodes(kind, lambda node: found.append(node) or node, tree)
+    return found
+
+
 def named_leaves(tree: PyTree, kind: type | None = None) -> list[tuple[str, Any]]:
     """Return the leaves with their dotted paths, in flattening order; a node of this `kind` counts as a leaf.
 

@@ -38,7 +38,7 @@ def give_back_freed_memory() -> None:
         malloc_trim(0)
 
 
-def memory_of(device: torch.device) -> int:
+def device_memory(device: torch.device) -> int:
     """Return the size of a device's memory, in bytes."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory

@@ -14,7 +14,7 @@ from decentfn.core import trees
 from decentfn.core.numbers import MOST_WORKERS, checks_numbers, require, require_at_most
 from decentfn.core.stacking import batches_of, over_workers, require_rows
 from decentfn.core.trees import PyTree
-from decentfn.engine.memory import keep_freed_memory, memory_of
+from decentfn.engine.memory import device_memory, keep_freed_memory
 from decentfn.gradient.side_channel import SideChannel
 from decentfn.kit.state_check import is_state
 from decentfn.kit.step import Step
@@ -93,7 +93,7 @@ def simulate(
         assert step.check is not None
         first = trees.map(lambda leaf: leaf[0], state)
         if replay is not None and is_state(first):
-            if (room := _rings(first)[0].to.shape[0]) < replay.room:
+            if (room := trees.nodes_of(collectives.Ring, first)[0].to.shape[0]) < replay.room:
                 raise ValueError(
                     f"simulate(step, {num_workers}, arrivals=trace): the state has room for {room} messages of each worker in flight, and "
                     f"the trace needs R={replay.room}; make it with df.stack(state, {num_workers}, arrivals=trace)."
@@ -135,20 +135,14 @@ def stack(state: PyTree, num_workers: int, *, arrivals: Trace | None = None) -> 
     return trees.map(lambda leaf: leaf.unsqueeze(0).repeat(num_workers, *[1] * leaf.dim()), state)
 
 
-def _rings(state: Any) -> list[collectives.Ring]:
-    rings = list[collectives.Ring]()
-    trees.map_nodes(collectives.Ring, lambda node: rings.append(node) or node, state)
-    return rings
-
-
 def _with_room(state: Any, places: int) -> Any:
     return trees.map_nodes(collectives.Ring, lambda ring: ring.with_room(places), state)
 
 
 def _room(state: Any, num_workers: int, arrivals: Trace) -> int:
     """Return the places of a worker's ring; raise ValueError if all rings together exceed a CPU's memory."""
-    each = sum(box.shape[-1] * box.itemsize for ring in _rings(state) for box in ring.values)
-    needed, room = num_workers * arrivals.room * each, memory_of(state.params[0].device)
+    each = sum(box.shape[-1] * box.itemsize for ring in trees.nodes_of(collectives.Ring, state) for box in ring.values)
+    needed, room = num_workers * arrivals.room * each, device_memory(state.params[0].device)
     if needed > room:
         worker, step = max(arrivals.places, key=lambda one: arrivals.places[one])
         raise ValueError(

@@ -341,9 +341,7 @@ def good_update(u: Buckets, opt: PyTree, old: PyTree, start: Callable[[], PyTree
     first, shapes = start(), [b.shape for b in u]
 
     def moments(state: PyTree) -> list[Buckets]:
-        found: list[Buckets] = []
-        trees.map_nodes(Buckets, lambda node: found.append(node) or node, state)
-        return [node for node in found if [b.shape for b in node] == shapes]
+        return [node for node in trees.nodes_of(Buckets, state) if [b.shape for b in node] == shapes]
 
     good, olds = _all_finite(u, *moments(opt)), moments(old)
     was_good = _all_finite(*olds) if olds else good

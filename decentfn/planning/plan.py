@@ -90,7 +90,8 @@ def plan(
     work = Work(parameters, compute_seconds, dtype.itemsize, (wire_dtype or dtype).itemsize)
     rows = _ranked(work, cluster, sent, inner_steps, topologies)
     best, schedule = _best(rows)
-    found, reason = [p for p, _ in rows], _reason(best, [p for p, _ in rows], work)
+    found = [p for p, _ in rows]
+    reason = _reason(best, found, work)
     if best.bottleneck == "links between nodes" and topologies is None:
         ways = _other_ways(work, cluster, sent)
         faster = {way: _best(_ranked(*these, sent, inner_steps, None))[0].seconds / best.seconds for way, these in ways}
@@ -101,19 +102,14 @@ def plan(
 
 def _other_ways(work: Work, cluster: Cluster, sent: float) -> list[tuple[str, tuple[Work, Cluster]]]:
     """Return what relieves the links between nodes without another method."""
-    narrow, node = (
-        replace(work, wire=2),
-        replace(
-            cluster,
-            num_workers=cluster.nodes,
-            workers_per_node=1,
-            processes_per_worker=cluster.workers_per_node * cluster.processes_per_worker,
-        ),
-    )
-    has_both = cluster.workers_per_node > 1, work.wire > 2 and sent == 1
-    ways = [("each node as a worker (`fully_shard`)", (work, node)), ("wire_dtype=torch.bfloat16", (narrow, cluster))]
-    both = [("both", (narrow, node))] if all(has_both) else []
-    return [way for way, is_open in zip(ways, has_both, strict=True) if is_open] + both
+    processes = cluster.workers_per_node * cluster.processes_per_worker
+    node = replace(cluster, num_workers=cluster.nodes, workers_per_node=1, processes_per_worker=processes)
+    narrow, ways = replace(work, wire=2), list[tuple[str, tuple[Work, Cluster]]]()
+    if cluster.workers_per_node > 1:
+        ways.append(("each node as a worker (`fully_shard`)", (work, node)))
+    if work.wire > 2 and sent == 1:
+        ways.append(("wire_dtype=torch.bfloat16", (narrow, cluster)))
+    return [*ways, ("both", (narrow, node))] if len(ways) == 2 else ways
 
 
 def _ranked(

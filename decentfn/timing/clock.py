@@ -24,7 +24,7 @@ Outage = tuple[int, float, float]
 
 @dataclass(frozen=True)
 class Exchange:
-    """What an algorithm sends in its steps.
+    """Messages of an algorithm's steps.
 
     Args:
         topology: its schedule: `complete` for an all-reduce, `df.topologies.every(H, complete)` for DiLoCo.

@@ -9,15 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from decentfn.timing.messages import messages_of
-from decentfn.timing.replay import shares_of
+from decentfn.timing.replay import LEAST_MASS, shares_of
 from decentfn.timing.trace import Event, Trace, schedule_name
 from decentfn.topologies import Topology
 
 if TYPE_CHECKING:
     from decentfn.timing.clock import Clock
-
-_LEAST = 2.0**-20
-"""Mass below which a worker sends nothing."""
 
 
 class _Letter(NamedTuple):
@@ -69,7 +66,7 @@ def own_steps(
         shares, m = shares_of(topology, t)[i].tolist(), messages_of(topology, t, clock.network.node)
         out, into = clock.network.interfaces(m)
         lasts, latency = clock.network.alone(m, nbytes), clock.network.latencies(m)
-        has_mass, held, flags = mass[i] * (1 - sum(shares)) >= _LEAST, mass[i], list[bool]()
+        has_mass, held, flags = mass[i] * (1 - sum(shares)) >= LEAST_MASS, mass[i], list[bool]()
         for share, to in zip(shares, topology.peers(t).destinations[i], strict=True):
             box = boxes.setdefault((i, to), [])
             travels = len(box) > 1 or (bool(box) and box[0].arrives > now)

@@ -10,6 +10,9 @@ from torch import Tensor
 from decentfn.timing.trace import Event, Trace
 from decentfn.topologies import Topology
 
+LEAST_MASS = 2.0**-20
+"""A worker that hears nothing keeps this much of its mass, so that it can always divide by it."""
+
 
 class Offered(NamedTuple):
     """Messages of a level, of all N workers; those without a step in it offer nothing."""
@@ -45,13 +48,6 @@ class Replay:
         taken: list[list[int]] = [[] for _ in range(self.trace.num_workers)]
         for i, s in self._events(level):
             taken[i] = [self._number(message, i) for message in self.trace.taken[i][s - self.trace.first[i]]]
-        return filled_up(taken)
-
-    def left(self) -> Tensor:
-        """Return what the workers take when they settle after the last level, as `arriving` does."""
-        taken: list[list[int]] = [[] for _ in range(self.trace.num_workers)]
-        for i, messages in self.trace.settled:
-            taken[i] = [self._number(message, i) for message in messages]
         return filled_up(taken)
 
     def offered(self, level: int) -> Offered:

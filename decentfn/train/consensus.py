@@ -87,9 +87,8 @@ def with_params(state: Any, params: PyTree) -> Any:
 
 def to_evaluate(state: Any, *, back: bool = False) -> Buckets:
     """Return the parameters to evaluate, which some optimizers' states compute; `back`: those to train for these."""
-    x, states = _buckets(state, of_runs=True), list[Any]()
-    opt = getattr(getattr(state, "local", None), "opt", None)
-    trees.map_nodes(Averaging, lambda node: states.append(node) or node, opt)
+    x, opt = _buckets(state, of_runs=True), getattr(getattr(state, "local", None), "opt", None)
+    states: list[Any] = trees.nodes_of(Averaging, opt)
     if not states:
         return x
     if x[0].dim() > 1:

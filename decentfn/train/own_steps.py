@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
@@ -20,7 +19,6 @@ from decentfn.errors import PeerLost
 from decentfn.kit.state import State
 from decentfn.timing import Trace, filled_up, schedule_name
 
-_log = logging.getLogger("decentfn")
 Batch = TypeVar("Batch")
 
 
@@ -123,9 +121,7 @@ def _memory(call: str, state: Any) -> Memory:
 
 def memory_of(state: Any) -> Memory | None:
     """Return the memory of a worker on its own clock, also within a wrapper's; None for other states."""
-    found = list[Memory]()
-    trees.map_nodes(Memory, lambda node: found.append(node) or node, getattr(state, "memory", ()))
-    return found[0] if found else None
+    return next(iter(trees.nodes_of(Memory, getattr(state, "memory", ()))), None)
 
 
 @collectives.calling("df.settle(state)")

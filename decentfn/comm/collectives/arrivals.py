@@ -20,12 +20,9 @@ from decentfn.core.buckets import wide
 from decentfn.core.context import context
 from decentfn.core.handles import by_handle
 from decentfn.core.scalars import operator
-from decentfn.timing import Offered, filled_up, shares_of
+from decentfn.timing import LEAST_MASS, Offered, filled_up, shares_of
 from decentfn.topologies import Topology
 from decentfn.torch_private.functorch import with_workers_first
-
-LEAST_MASS = 2.0**-20
-"""A worker that hears nothing keeps this much of its mass, so that it can always divide by it."""
 
 
 class Ring(NamedTuple):

@@ -213,7 +213,7 @@ class Mailbox:
 
 
 class Record:
-    """What a rank took and sent in each of its own steps, since the start or the last settling before them."""
+    """Messages that a rank took and sent in each of its own steps, since the start or the last settling before them."""
 
     def __init__(self) -> None:
         self._since = time.monotonic()
