@@ -25,3 +25,17 @@ def test_the_search_finds_what_it_looks_for():
         assert re.search(UNPICKLES, line)
     assert not re.search(UNPICKLES, "gather_objects(value)") and re.search(RUNS, "eval(text)")
     assert not re.search(RUNS, "model.eval()")
+
+
+def test_the_examples_lock_file_has_the_versions_of_ci_and_a_hash_of_each():
+    pins = re.compile(r"^([\w.-]+)==([\w.]+)", re.MULTILINE)
+    of_ci = {re.sub("[-_.]+", "-", name.lower()): version for name, version in pins.findall(read("constraints.txt"))}
+    packages = re.split(r"\n(?=[a-z])", read("examples/requirements.txt"))[1:]
+    locked = dict(pins.match(package).groups() for package in packages)
+    assert all("--hash=sha256:" in package for package in packages)
+    assert {"torch", "optree", "numpy", "scipy", "safetensors", "tyro", "rich", "tqdm", "scikit-learn"} <= set(locked)
+    assert {name: of_ci.get(name, version) for name, version in locked.items()} == locked
+
+
+def read(path):
+    return (ROOT / path).read_text()
