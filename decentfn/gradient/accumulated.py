@@ -19,7 +19,6 @@ from decentfn.core.trees import PyTree
 from decentfn.gradient.loss import LossFn, WrappedLoss, require_loss
 from decentfn.gradient.result import Gradient, gradient_of
 from decentfn.gradient.scaled import DynamicLossScale
-from decentfn.torch_private.dynamo import constant_while_traced
 
 
 class Accumulated(WrappedLoss):
@@ -30,11 +29,11 @@ def accumulate(loss_fn: LossFn) -> LossFn:
     """Average the gradient of a loss over micro-batches: one update and one exchange per step.
 
     Every leaf of the batch is `[M, b, ...]`: M micro-batches of b samples. Alternatively the batch is a list of M
-    micro-batches of one structure, none of them a bare tensor (a list of tensors is one batch). Their leaves are of any
-    shapes, the same in all micro-batches; with `df.autograd` they may differ between them. They are processed one after
-    another, and buffers pass from one to the next; the loss is called M times. A compiled traced step has all M in its
-    graph, so it compiles for longer; with `df.autograd` the graph does not grow with M. The step reports the mean loss, the norm of the mean gradient, and `aux` stacked, `[M, ...]` (a
-    list, where its shapes or names differ).
+    micro-batches of one structure, none of them a bare tensor (a list of tensors is one batch), with leaves of any
+    shapes. They are processed one after another, and buffers pass from one to the next; the loss is called M times. A
+    compiled traced step has all M in its graph, so it compiles for longer; with `df.autograd` the graph does not grow
+    with M. The step reports the mean loss, the norm of the mean gradient, and `aux` stacked, `[M, ...]` (a list, where
+    its shapes or names differ).
 
     If the loss is a mean, M micro-batches of size b equal one batch of size M b (except for batch statistics). Each
     micro-batch counts alike, whatever its size. Each step may have another M: the mean is over its own. A compiled
@@ -45,8 +44,8 @@ def accumulate(loss_fn: LossFn) -> LossFn:
 
     Raises:
         ValueError: `loss_fn` is not a function, or is accumulated already; in a step, the leaves do not agree in M and
-            b, or traced micro-batches of a list in their shapes. (If no leaf shows it, such as a single leaf `[B, T]`,
-            a batch without the axis is taken for B micro-batches.)
+            b. (If no leaf shows it, such as a single leaf `[B, T]`, a batch without the axis is taken for B
+            micro-batches.)
 
     >>> import decentfn as df
     >>> loss_fn = accumulate(lambda params, batch: ((batch - params) ** 2).mean())
@@ -68,28 +67,14 @@ def accumulate(loss_fn: LossFn) -> LossFn:
     return Accumulated(loss_fn)
 
 
-def micro_batches(batch: PyTree) -> PyTree:
-    """Return the batch with a leading axis of micro-batches; a list of them is stacked."""
-    if (micros := _listed(batch)) is None:
-        return _with_both_axes(batch)
-    rows = [trees.leaves(micro) for micro in micros]
-    first = [list(x.shape) for x in rows[0]]
-    for index, row in enumerate(rows):
-        if (shapes := [list(x.shape) for x in row]) != first:
-            raise ValueError(
-                f"accumulate(loss_fn): micro-batch {index} has leaves {shapes}, and micro-batch 0 {first}, but the loop over traced "
-                "micro-batches needs equal shapes: drop the last, short batch (DataLoader(drop_last=True)), or write "
-                "df.accumulate(df.autograd(loss_fn)), which takes any shapes."
-            )
-    return trees.fill(trees.enumerate_leaves(micros[0]), [torch.stack(column) for column in zip(*rows, strict=True)])
-
-
 def separate(batch: PyTree) -> list[PyTree]:
     """Return the micro-batches of a batch; those of a list may differ in their shapes."""
     if (micros := _listed(batch)) is not None:
         return micros
-    stacks = trees.leaves(_with_both_axes(batch))
-    return [trees.map(lambda x, i=i: x[i], batch) for i in range(micro_batch_count(stacks))]
+    stacks, template = trees.leaves(_with_both_axes(batch)), trees.enumerate_leaves(batch)
+    # To Dynamo the length of a range is a constant even if M changes during a run, while a size becomes a symbol.
+    count = len(range(stacks[0].shape[0]))
+    return [trees.fill(template, [x[i] for x in stacks]) for i in range(count)]
 
 
 def _listed(batch: PyTree) -> list[PyTree] | None:
@@ -114,19 +99,17 @@ def _with_both_axes(batch: PyTree) -> PyTree:
 
 
 def mean_gradient_of(
-    loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree, scale: Tensor | None
+    loss_fn: LossFn, params: Buckets, buffers: PyTree, micros: list[PyTree], scale: Tensor | None
 ) -> Gradient:
-    """Average the gradient over micro-batches: every leaf of `batch` is `[M, ...]`."""
-    stacks, template = trees.leaves(batch), trees.enumerate_leaves(batch)
-    count = micro_batch_count(stacks)
+    """Average the gradient over micro-batches."""
     kept, parts, total = buffers, [], []
-    for i in range(count):
-        e = gradient_of(loss_fn, params, kept, trees.fill(template, [x[i] for x in stacks]), scale)
-        kept = trees.map(_kept_dtype, e.buffers, buffers)
+    for i, micro in enumerate(micros):
+        e = gradient_of(loss_fn, params, kept, micro, scale)
+        kept = e.buffers
         sums = [g.to(wide(g.dtype)) for g in (*e.grads, e.loss)]
         parts.append(e.aux)
         total = [x + y for x, y in zip(total, sums, strict=True)] if i else sums
-    *grads, loss = [(x / count).to(x_of.dtype) for x, x_of in zip(total, (*params, e.loss), strict=True)]
+    *grads, loss = [(x / len(micros)).to(x_of.dtype) for x, x_of in zip(total, (*params, e.loss), strict=True)]
     return Gradient(Buckets(grads, params.plan), loss, stacked(parts), kept)
 
 
@@ -140,23 +123,3 @@ def stacked(rows: Sequence[PyTree]) -> PyTree:
 def _stacked(rows: Sequence[Any]) -> Any:
     is_one = all(isinstance(x, torch.Tensor) and x.shape == rows[0].shape for x in rows)
     return torch.stack(list(rows)) if is_one else list(rows)
-
-
-def _kept_dtype(new: Tensor, old: Tensor) -> Tensor:
-    """Return a new buffer in the old one's dtype; raise ValueError if that would truncate it."""
-    if not _can_cast(new.dtype, old.dtype):
-        raise ValueError(
-            f"accumulate(loss_fn): a buffer of {old.dtype} became one of {new.dtype}; a state's buffers keep their dtype."
-        )
-    return new.to(old.dtype)
-
-
-@constant_while_traced
-def _can_cast(new: torch.dtype, old: torch.dtype) -> bool:
-    return torch.can_cast(new, old)
-
-
-def micro_batch_count(stacks: list[Tensor]) -> int:
-    """Return M, the length of every leaf's first axis."""
-    # To Dynamo the length of a range is a constant even if M changes during a run, while a size becomes a symbol.
-    return len(range(stacks[0].shape[0]))

@@ -18,7 +18,7 @@ from decentfn.core.context import context
 from decentfn.core.formatting import brief
 from decentfn.core.stacking import in_chunks, refuse_random
 from decentfn.core.trees import PyTree
-from decentfn.gradient.accumulated import Accumulated, mean_gradient_of, micro_batches, separate
+from decentfn.gradient.accumulated import Accumulated, mean_gradient_of, separate
 from decentfn.gradient.by_autograd import ByAutograd, gradient_by_autograd
 from decentfn.gradient.gradient_checks import require_none, ungiven
 from decentfn.gradient.lending import lock_of_module, to_evaluate
@@ -148,7 +148,7 @@ def _evaluate(
     traced = partial(mean_gradient_of if many else gradient_of, one)
     if context.chunks is not None:
         traced = partial(in_chunks, traced)
-    batch = micro_batches(batch) if many else batch
+    batch = separate(batch) if many else batch
     if torch.compiler.is_dynamo_compiling():
         e = traced(params, buffers, batch, scale)
         if e.loss.requires_grad and not _require_grad((params, buffers, batch)):

@@ -136,13 +136,13 @@ def test_buffers_pass_from_one_micro_batch_to_the_next(backend):
 
 
 @pytest.mark.parametrize("backend", [None, "eager"])
-def test_a_buffer_that_the_state_would_truncate_is_refused(backend):
+def test_a_buffer_that_changes_its_dtype_is_refused(backend):
     def loss_fn(params, count, batch):
         return (params * batch).sum(), (count * 0.95, None)
 
     init, step = df.all_reduce(df.accumulate(loss_fn), df.sgd(0.1), df.topology("complete", 1))
     step = step if backend is None else df.compile(step, backend=backend)
-    with pytest.raises(ValueError, match="a buffer of torch.int64 became one of torch.float32"):
+    with pytest.raises(ValueError, match=r"float32.*int64|int64.*float32"):
         step(init(torch.ones(3), torch.tensor(10)), torch.ones(2, 4, 3), 0)
 
 
@@ -212,20 +212,23 @@ def short_last():
     return [(torch.randn(b, 3, dtype=torch.float64), torch.randn(b, 1, dtype=torch.float64)) for b in (5, 2)]
 
 
+@pytest.mark.parametrize("backend", [None, "eager"])
+@pytest.mark.parametrize("around", [lambda loss_fn: loss_fn, df.autograd], ids=["traced", "autograd"])
 @pytest.mark.parametrize("simulated", [False, True])
-def test_by_autograd_micro_batches_of_a_list_may_differ_in_size_and_count_alike(simulated):
+def test_micro_batches_of_a_list_may_differ_in_size_and_count_alike(simulated, around, backend):
     def loss_fn(params, batch):
         errors = ((batch[0] @ params - batch[1]) ** 2).flatten()
         return errors.mean(), errors
 
     init, step = df.all_reduce(
-        df.accumulate(df.autograd(loss_fn)), df.sgd(0.1), df.topology("complete", 2 if simulated else 1)
+        df.accumulate(around(loss_fn)), df.sgd(0.1), df.topology("complete", 2 if simulated else 1)
     )
     start, micros = torch.ones(3, 1, dtype=torch.float64), short_last()
     state, given, here = init(start), micros, 0
     if simulated:
         state, step, here = df.stack(state, 2), df.simulate(step, 2), (0,)
         given = trees.map(lambda x: torch.stack([x, x]), micros)
+    step = step if backend is None else df.compile(step, backend=backend)
     state, metrics = step(state, given, 0)
     gradients = [2 * x.T @ (x @ start - y) / len(x) for x, y in micros]
     assert_close(
@@ -236,18 +239,3 @@ def test_by_autograd_micro_batches_of_a_list_may_differ_in_size_and_count_alike(
     )
     rows = [aux[0] if simulated else aux for aux in metrics.aux]
     assert_close(rows, [((x @ start - y) ** 2).flatten() for x, y in micros], atol=1e-12, rtol=0)
-
-
-@pytest.mark.parametrize("backend", [None, "eager"])
-def test_a_traced_loss_names_the_micro_batch_of_another_size(backend):
-    init, step = df.all_reduce(
-        df.accumulate(lambda params, batch: ((batch[0] @ params - batch[1]) ** 2).mean()),
-        df.sgd(0.1),
-        df.topology("complete", 1),
-    )
-    step = step if backend is None else df.compile(step, backend=backend)
-    micros = short_last()
-    state, _ = step(init(torch.ones(3, 1, dtype=torch.float64)), [micros[0]] * 2, 0)
-    words = r"micro-batch 1 has leaves \[\[2, 3\], \[2, 1\]\], and micro-batch 0 \[\[5, 3\], \[5, 1\]\].*drop_last=True.*df\.autograd"
-    with pytest.raises(ValueError, match=words):
-        step(state, micros, 1)
