@@ -66,7 +66,7 @@ def scheduled(n):
 
 def grouped(n):
     def update(grads, state, params, mix):
-        rate = 0.1 if mix.members is None else 0.1 / (1 + mix.members.double() @ torch.arange(n).double())
+        rate = 0.1 if not mix.means else 0.1 / (1 + mix.means[0].double().abs().mean())
         return df.kit.each(lambda g: -(rate * g).to(g.dtype), grads), state
 
     optimizer = df.transforms.MixAware(lambda params: (), update)

@@ -55,8 +55,8 @@ def test_the_gradient_by_autograd_waits_for_nothing_and_copies_nothing():
 
 
 def weighed_by_group(grads, state, params, mix):
-    share = 1.0 if mix.members is None else mix.members.to(torch.float64).sum()  # None: one worker alone
-    return df.kit.each(lambda g: -0.1 * (g / share).to(g.dtype), grads), state
+    share = 1.0 if mix.mean_weight is None else mix.mean_weight  # None: one worker alone
+    return df.kit.each(lambda g: -0.1 * (g * share).to(g.dtype), grads), state
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def weighed_by_group(grads, state, params, mix):
     ],
 )
 def test_what_is_around_a_step_reads_nothing_back_and_copies_nothing(options):
-    """A guard, which looks at its count only once in `limit` steps on a GPU, a loss scale, an optimizer that asks who is in its
+    """A guard, which looks at its count only once in `limit` steps on a GPU, a loss scale, an optimizer that asks for the weight of its
     group, and a rate that is a Python number."""
     subject = replace(contract.ROWS["adapt_while_communicate"], topology=contract.on("complete"))
     for simulated in (False, True):

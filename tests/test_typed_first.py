@@ -59,18 +59,6 @@ def test_what_torchs_optimizers_are_given_says_what_goes_there(optimizer, value,
         optimizer(value(), lr=0.1)
 
 
-def test_options_of_ddp_say_what_does_their_work():
-    for option, said in [
-        ("bucket_cap_mb", "write bucket_mb"),
-        ("static_graph", "leave it out"),
-        ("find_unused_parameters", r"gradient 0; df\.autograd\(loss_fn, skip_unused=True\)"),
-        ("gradient_as_bucket_view", "leave it out"),
-        ("broadcast_buffers", r"df\.average_buffers\(algorithm\)"),
-    ]:
-        with pytest.raises(TypeError, match=rf"all_reduce\({option}=.*{said}"):
-            df.all_reduce(loss_fn, df.sgd(0.1), ONE, **{option: 5})
-
-
 def test_numbers_of_numpy_are_numbers():
     four = np.int64(4)
     topology = df.topology("random-matching", num_workers=four, seed=np.int64(3))

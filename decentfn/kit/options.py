@@ -29,15 +29,6 @@ class Options(TypedDict, total=False):
     wire_dtype: torch.dtype | None
 
 
-_OF_DDP = {
-    "broadcast_buffers": "df.average_buffers(algorithm) averages buffers",
-    "bucket_cap_mb": "write bucket_mb",
-    "find_unused_parameters": "leave it out: an unused parameter has gradient 0; df.autograd(loss_fn, skip_unused=True) skips it",
-    "gradient_as_bucket_view": "leave it out: gradients are in flat buckets",
-    "static_graph": "leave it out: the parameters in use may change",
-}
-"""Options of DistributedDataParallel, and what to do instead (docs/coming_from_ddp.md)."""
-
 DEFAULTS = {"bucket_mb": 25.0, "wire_dtype": None}
 
 
@@ -63,15 +54,9 @@ def require_arguments(
 
 def require_names(call: str, options: Mapping[str, Any], own: Sequence[str] = ()) -> None:
     """Raise TypeError unless all names of options are known; `own` are the other keyword arguments of `call`."""
-    if "average_buffers" in options:
-        raise TypeError("average_buffers is a wrapper: df.average_buffers(df.adapt_while_communicate(...)).")
-    if "ema" in options or "loss_scale" in options:
-        raise TypeError("an average and a scaled loss are wrappers: df.ema(algorithm), df.dynamic_loss_scale(loss_fn).")
     for name in sorted(set(options) - set(Options.__annotations__)):
         if name in ("lr", "learning_rate") and "learning_rate" not in own:
             raise TypeError(f"{call}({name}=...): a learning rate is the optimizer's, df.sgd(0.1).")
-        if name in _OF_DDP:
-            raise TypeError(f"{call}({name}=...): there is no such argument; {_OF_DDP[name]}.")
         raise TypeError(no_such_argument(call, name, [*own, *Options.__annotations__]))
 
 

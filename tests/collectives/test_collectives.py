@@ -8,7 +8,7 @@ from torch.func import vmap
 
 import decentfn as df
 from decentfn.comm import collectives, gossip
-from decentfn.comm.collectives import exchange, group_mean, look_up, members, on_device, wait
+from decentfn.comm.collectives import exchange, group_mean, look_up, on_device, wait
 from decentfn.core.buckets import loose
 from decentfn.core.scalars import Numbers
 from decentfn.testing import on_ranks
@@ -147,13 +147,11 @@ def test_a_row_is_this_workers_part_of_the_round():
             )
 
             def one(x, topology=topology, t=t):
-                row = look_up(x, topology, torch.tensor(t))
-                team = members(row)
-                return row[2:], torch.zeros(0) if team is None else team, on_device(x, torch.tensor(t))
+                return look_up(x, topology, torch.tensor(t))[2:], on_device(x, torch.tensor(t))
 
             def flat(found):
-                row, team, number = found
-                return [x for x in (*row, team, number) if x is not None]
+                row, number = found
+                return [x for x in (*row, number) if x is not None]
 
             expected = [
                 [
@@ -168,7 +166,6 @@ def test_a_row_is_this_workers_part_of_the_round():
                     torch.tensor(
                         [0.0 if j < 0 else this.weights[j, 1 + k] for k, j in enumerate(this.destinations[i])]
                     ).double(),
-                    torch.zeros(0) if this.groups is None else groups == groups[i],
                     torch.tensor(t),
                 ]
                 for i in range(4)
@@ -301,13 +298,6 @@ def test_a_group_that_was_never_made_is_named():
             averaged(torch.ones(3), topology, 0)
 
     on_ranks(4, mine)
-
-
-def test_vmap_over_something_else_than_workers_is_refused():
-    topology = schedule(torch.zeros(1, 2, 1, 1, dtype=torch.int64))
-    row = look_up(torch.ones(3), topology, torch.tensor(0))
-    with pytest.raises(ValueError, match="the topology and t must not"):
-        vmap(lambda t: exchange(torch.ones(3), row._replace(t=t)).number)(torch.tensor([0, 1]))
 
 
 def test_a_message_nobody_waits_for_is_received_all_the_same():

@@ -347,13 +347,12 @@ def recorder():
     """An optimizer that pulls toward what it heard and remembers whom it heard."""
 
     def init(params):
-        return {"sources": torch.zeros(1, dtype=torch.int64), "members": torch.zeros(N, dtype=torch.bool)}
+        return {"sources": torch.zeros(1, dtype=torch.int64)}
 
     def update(grads, state, params, mix):
         heard = mix.inboxes or mix.means
         pull = [0.5 * (h[0] if mix.inboxes else h) - 0.5 * x for h, x in zip(heard, params, strict=True)]
-        members = state["members"] if mix.members is None else mix.members
-        new = {"sources": mix.sources[:1] if mix.inboxes else state["sources"] - 1, "members": members}
+        new = {"sources": mix.sources[:1] if mix.inboxes else state["sources"] - 1}
         return df.kit.Buckets(pull, grads.plan), new
 
     return df.transforms.MixAware(init, update)
@@ -380,11 +379,13 @@ def test_an_optimizer_sees_whom_it_is_mixed_with_and_what_they_said(chained, bac
         torch.testing.assert_close(df.params(new), W.float() @ x + 0.5 * x[partners] - 0.5 * x)
 
 
-def test_an_optimizer_sees_its_group():
+def test_an_optimizer_sees_the_mean_of_its_group():
     init, step = df.adapt_while_communicate(lambda p, b: (p * b).sum(), recorder(), df.topology("complete", N))
     state = df.stack(init(torch.zeros(2)), N)
+    x = torch.arange(2.0 * N).view(N, 2)
+    state = state._replace(params=df.kit.Buckets([x], state.params.plan))
     new, _ = df.simulate(step, N)(state, torch.ones(N, 2), 0)
-    assert new.local.opt["members"].all()
+    torch.testing.assert_close(df.params(new), x.mean(0) + 0.5 * x.mean(0) - 0.5 * x)
 
 
 def test_an_optimizer_that_wants_the_mix_where_there_is_none_yet_is_an_error():

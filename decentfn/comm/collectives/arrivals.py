@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn.comm.collectives.lookup import refuse_size, require_worker_axis
+from decentfn.comm.collectives.lookup import refuse_size
 from decentfn.comm.collectives.mailbox import Mailbox
 from decentfn.comm.collectives.membership import world
 from decentfn.core.buckets import wide
@@ -123,7 +123,6 @@ def addressed(to: Tensor) -> Tensor:
 
 def _take_vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
     own, values, shares, to, handle, t, _ = arguments
-    require_worker_axis("take", in_dims[2], in_dims[4:6])
     n = info.batch_size
     own, values = (
         [with_workers_first(x, dim, n) for x, dim in zip(its, dims, strict=True)]
@@ -176,7 +175,6 @@ def _at_once(topology: Topology, t: int, mass: Tensor) -> Offered:
 
 
 def _offer_vmap(info: Any, in_dims: Any, values: Any, mass: Tensor, handle: Any, t: Any, slots: int, _: int) -> Any:
-    require_worker_axis("offer", in_dims[1], in_dims[2:4])
     n = info.batch_size
     values = [with_workers_first(x, dim, n) for x, dim in zip(values, in_dims[0], strict=True)]
     return _offer(values, with_workers_first(mass, in_dims[1], n), handle, t, slots, n), 0

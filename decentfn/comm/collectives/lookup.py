@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import pad
 
 from decentfn.comm.collectives.membership import world
 from decentfn.comm.collectives.world import World
@@ -37,15 +36,6 @@ def refuse_size(here: World, local: int, workers: int, what: str) -> NoReturn:
         f"Start {workers} processes with torchrun, or df.simulate(step, {max(1, workers // here.size)}) "
         "so that workers x processes is the topology's size."
     )
-
-
-def require_worker_axis(what: str, x: int | None, others: Sequence[int | None]) -> None:
-    """Raise ValueError unless, under `vmap`, the payload carries the worker axis and nothing else does."""
-    if x is None or any(dim is not None for dim in others):
-        raise ValueError(
-            f"{what} under vmap: the payload must carry the worker axis, and the topology and t must not; "
-            "use in_dims=(0, 0, None) for (state, batch, t), or df.simulate."
-        )
 
 
 class Row(NamedTuple):
@@ -152,7 +142,6 @@ def _look_up_kernel(token: Tensor, handle: Tensor, t: Tensor, slots: int, worker
 
 def _look_up_vmap(info: Any, in_dims: Any, *arguments: Any) -> tuple[Tensor, int | None]:
     token, handle, t, slots, workers = arguments
-    require_worker_axis("a look-up", in_dims[0], in_dims[1:3])
     if workers:  # over the runs of a sweep, which have the same rows
         return _look_up(token.select(in_dims[0], 0), handle, t, slots, workers), None
     return _look_up(token, handle, t, slots, info.batch_size), 0
@@ -167,31 +156,6 @@ _look_up = operator(
     ),
     _look_up_vmap,
 )
-
-
-def _members_kernel(group: Tensor, handle: Tensor, t: Tensor, num_workers: int) -> Tensor:
-    topology = Found.of(context.step_world or world(), handle, t).topology
-    theirs = of_step(topology.rows, t, group.device)[:, _GROUP]
-    if len(theirs) > num_workers:
-        raise ValueError(
-            f"a mix-aware optimizer's step was made for {num_workers} workers, and there are {len(theirs)} since others have "
-            "joined; start the run again."
-        )
-    return pad(theirs, (0, num_workers - len(theirs)), value=-1.0) == group[..., None]
-
-
-_members = operator(
-    "members(Tensor group, Tensor topology, Tensor t, int num_workers) -> Tensor",
-    _members_kernel,
-    lambda group, handle, t, n: group.new_empty((*group.shape, n), dtype=torch.bool),
-    lambda info, in_dims, group, handle, t, n: (_members(group.movedim(in_dims[0], 0), handle, t, n), 0),
-)
-
-
-def members(row: Row) -> Tensor | None:
-    """Return the members of this worker's group, `[N]` bool; None for a schedule without groups."""
-    topology = row.topology
-    return None if not topology.has_groups else _members(row.group, topology.handle, row.t, topology.num_workers)
 
 
 on_device = operator(

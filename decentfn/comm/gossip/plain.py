@@ -183,7 +183,6 @@ def mix_context(posted: Posted) -> MixContext:
         row.sources,
         row.weights,
         tuple(_mean(posted, index) for index in range(count)) if posted.means else (),
-        collectives.members(row),
         row.mean_weight,
         posted.own.plan,
     )

@@ -115,8 +115,6 @@ class MixContext(NamedTuple):
     means: tuple[Tensor, ...]
     """For each bucket `[D]`, the mean over this worker's group, itself included, in place of messages (`complete`); ()
     without groups."""
-    members: Tensor | None
-    """`[N]` bool, members of this worker's group; None without groups."""
     mean_weight: Tensor | None
     """0-d float64, the weight of the group's mean; None without groups."""
     plan: Plan
