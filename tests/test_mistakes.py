@@ -139,8 +139,8 @@ MISTAKES = {
         lambda: step_with("params", "batch", "t"),
         r"^step\(state, batch, t\): its first argument is a dict, not a training state, from init\(params\)",
     ),
-    "t before batch": (lambda: step_with("state", "t", "batch"), r"third argument is a tuple; the order is"),
-    "t first": (lambda: step_with("t", "state", "batch"), r"third argument is a tuple, and its first a int; the order"),
+    "t before batch": (lambda: step_with("state", "t", "batch"), r"t=\(tensor.*third argument numbers the steps"),
+    "t first": (lambda: step_with("t", "state", "batch"), r"t=\(tensor.*third argument numbers the steps"),
 }
 
 
@@ -301,7 +301,7 @@ CASES = {
     ),
     "the parameters of a module": (
         lambda: from_module(NET.parameters()),
-        r"init\(params=<generator .*init\(params, buffers\), or .*dict\(module.named_parameters\(\)\)",
+        r"init\(params, buffers\): .*'bias' is missing.*call init\(params, buffers\)",
         lambda: (
             from_module(*MODULE[:2]),
             from_module(dict(NET.named_parameters()), loss=lambda params, batch: params["bias"].sum()),

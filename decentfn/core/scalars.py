@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from decentfn.core.context import context
+from decentfn.core.formatting import brief
 from decentfn.core.handles import by_handle, handle_of
 from decentfn.torch_private import functorch
 
@@ -41,7 +42,7 @@ def as_step(t: int | Tensor) -> Tensor:
     elif isinstance(t, (int, Integral)) and not isinstance(t, bool) and int(t) >= 0:
         return torch.scalar_tensor(int(t), dtype=torch.int64)  # two thirds of the time of `torch.tensor`
     raise ValueError(
-        f"step(state, batch, t={t!r}): t numbers the steps, from 0; pass an int, or a 0-d tensor of integers."
+        f"step(state, batch, t={brief(t)}): the third argument numbers the steps, from 0; pass an int, or a 0-d tensor of integers."
     )
 
 

@@ -14,7 +14,7 @@ from decentfn.core.buckets import write_over
 from decentfn.core.context import context
 from decentfn.core.trees import PyTree
 from decentfn.engine.memory import give_back_freed_memory, keep_freed_memory
-from decentfn.kit.state_check import left_alone, require_result
+from decentfn.kit.state_check import left_alone
 from decentfn.kit.step import Step
 
 
@@ -57,7 +57,7 @@ def donate(step: Step | Callable[..., Any]) -> Step:
         outer, context.donating = context.donating, overwritten if is_checked and is_known else None
         try:
             with left_alone(state) if is_checked and not is_known else nullcontext():
-                new, metrics = result = one(state, batch, t)
+                new, metrics = one(state, batch, t)
         except BaseException as error:
             if overwritten:
                 error.add_note("df.donate: the step had begun to write over its state; continue from a checkpoint.")
@@ -66,8 +66,6 @@ def donate(step: Step | Callable[..., Any]) -> Step:
             context.donating = outer
         leaves = trees.leaves(new)
         if not is_known:
-            if is_checked:
-                require_result(state, result)
             require_layout("donate", trees.nodes(state), old, trees.nodes(new), leaves)
             known.append(structure)
         # Metrics must not be views of the next state.

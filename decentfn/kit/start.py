@@ -42,7 +42,8 @@ def lay_out(
         for optimizer in optimizers:
             require_descent(optimizer, x.plan)
         require_narrower(wire_dtype, x)
-        _require_divisible(topologies[0].num_workers)
+        if topologies[0].num_workers % (here := collectives.world()).size:
+            collectives.refuse_size(here, 1, topologies[0].num_workers, "init(params)")
         device = _require_one_device(x)
     except Exception as error:
         agree([f"{type(error).__name__}: {error}"])  # otherwise ranks without an error would wait for this one
@@ -108,13 +109,3 @@ def _say(plan: Plan, topology: Topology) -> None:
         ("mixing", mixing),
     ]
     _log.info("run\n%s", "\n".join(f"  {name:<11} {value}" for name, value in rows))
-
-
-def _require_divisible(n: int) -> None:
-    size, each = collectives.world().size, collectives.processes_per_worker()
-    if n % size:
-        running = f"{size} processes run" if each == 1 else f"{size * each} processes run, {each} for each worker"
-        raise ValueError(
-            f"init: the topology has num_workers={n}, but {running}; use world.num_workers={size}, or a multiple of it "
-            "with df.simulate."
-        )

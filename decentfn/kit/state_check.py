@@ -5,15 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from numbers import Number
 from typing import Any
 
 import torch
-from torch import nn
 
 from decentfn.core import trees
 from decentfn.core.buckets import Buckets
-from decentfn.core.formatting import brief
 from decentfn.core.scalars import as_step
 from decentfn.core.trees import PyTree
 from decentfn.gradient import LossFn, begin, require_batch, require_inputs
@@ -108,32 +105,12 @@ def is_state(value: Any) -> bool:
     return isinstance(getattr(value, "params", None), Buckets)
 
 
-def require_order(state: Any, batch: PyTree, t: Any) -> None:
-    """Raise ValueError unless `t` is the third argument."""
-    if not isinstance(t, Number) and not (isinstance(t, torch.Tensor) and t.numel() == 1):
-        first = "" if is_state(state) else f", and its first a {type(state).__name__}"
-        raise ValueError(
-            f"{CALL}: its third argument is a {type(t).__name__}{first}; the order is the state, the batch, and t, the "
-            "number of the step."
-        )
-
-
 def require_params(params: PyTree) -> None:
-    """Raise ValueError unless `params` is a tree of tensors, not a state or a module."""
+    """Raise ValueError for a state, which is a tree of tensors, too."""
     if is_state(params) or isinstance(params, Buckets):
         raise ValueError(
             f"init(params): found a training state's {type(params).__name__}; step(state, batch, t) continues it, "
             "and init(df.params(state)) starts again from its parameters."
-        )
-    if isinstance(params, Iterator):
-        raise ValueError(
-            f"init(params={brief(params)}): expected a tree of tensors with names; pass what df.functional(module, criterion) "
-            "returned, init(params, buffers), or with a loss of your own dict(module.named_parameters())."
-        )
-    if isinstance(params, nn.Module):
-        raise ValueError(
-            f"init(params={brief(params)}): expected a tree of tensors; make it, the buffers and the loss from a module "
-            "with `params, buffers, loss_fn = df.functional(module, criterion)`."
         )
 
 

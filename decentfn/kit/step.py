@@ -22,7 +22,7 @@ from decentfn.core.scalars import as_step
 from decentfn.core.trees import PyTree
 from decentfn.gradient import LossFn, is_by_autograd
 from decentfn.gradient.side_channel import with_side_channel
-from decentfn.kit.state_check import left_alone, require_order, require_result
+from decentfn.kit.state_check import left_alone, require_result
 from decentfn.timing import Replay
 from decentfn.topologies import Topology
 from decentfn.torch_private import functorch
@@ -107,11 +107,7 @@ class Step:
         """Take step `t`, 0 <= t, the same on all workers (but for `own_steps`)."""
         if torch.compiler.is_dynamo_compiling():
             return self.run(state, batch, as_step(t))
-        try:
-            step_number = as_step(t)
-        except ValueError:
-            require_order(state, batch, t)
-            raise
+        step_number = as_step(t)
         if type(t) is int and type(step_number) is Tensor:
             number = t
         else:
@@ -120,11 +116,6 @@ class Step:
         key = None
         if isinstance(x, Buckets):
             key = id(x.plan), x.tensors[0].dim(), hash(trees.flatten(state)[1])
-            if self._donates and x.tensors[0].is_inference() and not torch.is_inference_mode_enabled():
-                raise ValueError(
-                    "step(state, batch, t): the state was made under torch.inference_mode, and a donated step cannot write over it; "
-                    "copy it outside, copy.deepcopy(state), or make it there."
-                )
             if x.plan.processes > 1:
                 collectives.require_workers_of(x.plan.processes)
         is_known = self.check is None or key in self._known

@@ -245,9 +245,7 @@ def test_what_is_no_step_number_is_refused(t):
         (simulated, lambda x: df.stack(x, 1)),
         (df.compile(simulated, backend="eager"), lambda x: df.stack(x, 1)),
     ):
-        with pytest.raises(
-            ValueError, match=r"t numbers the steps, from 0; pass an int|third argument is a (str|NoneType)"
-        ):
+        with pytest.raises(ValueError, match=r"third argument numbers the steps, from 0; pass an int"):
             run(of(state), of(torch.ones(3)), t)
 
 

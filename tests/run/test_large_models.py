@@ -625,7 +625,7 @@ def test_what_is_not_there_is_said_on_every_rank(four):
         "FSDP1": "is FSDP1; call torch.distributed.fsdp.fully_shard",
         "size": "num_workers=4, but 4 processes run, 2 for each worker; make it with df.topology(name, world.num_workers), here 2",
         "size compiled": "num_workers=4, but 4 processes run, 2 for each worker; make it with df.topology(name, world.num_workers)",
-        "three": "num_workers=3, but 4 processes run, 2 for each worker; use world.num_workers=2",
+        "three": "num_workers=3, but 4 processes run, 2 for each worker; make it with df.topology(name, world.num_workers), here 2",
     }.items():
         assert all(words in said[name] for said in per_rank), (name, [said[name] for said in per_rank])
 

@@ -290,7 +290,10 @@ def _memory(leaf: Tensor) -> object:
 
 def _check_leaf(name: str, leaf: object) -> None:
     if not isinstance(leaf, torch.Tensor):
-        why = f"is {type(leaf).__name__}, not a tensor; parameters are trees of tensors."
+        why = (
+            f"is {type(leaf).__name__}, not a tensor; pass a tree of tensors with names, such as the params of `params, buffers, loss_fn "
+            "= df.functional(module, criterion)` or dict(module.named_parameters())."
+        )
     elif leaf.layout != torch.strided or leaf.is_nested:
         kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
         why = f"is a {kind} tensor; parameters are dense: x.to_dense(), or nn.Embedding(..., sparse=False)."
