@@ -384,7 +384,7 @@ CASES = {
     ),
     "world_size": (
         lambda: df.simulate(trained, world_size=4),
-        "write num_workers=",
+        "there are step, num_workers",
         lambda: df.simulate(trained, num_workers=4),
     ),
 }

@@ -19,11 +19,11 @@ def loss_fn(params, batch):
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: df.adamw(lr=1e-3), r"adamw\(lr=\.\.\.\): there is no such argument; write learning_rate=\."),
-        (lambda: df.adamw(1e-3, betas=(0.9, 0.95)), r"adamw\(betas=.*write b1= and b2=\."),
+        (lambda: df.adamw(lr=1e-3), r"adamw\(lr=\.\.\.\): there is no such argument; there are learning_rate, "),
+        (lambda: df.adamw(1e-3, betas=(0.9, 0.95)), r"adamw\(betas=.*there are learning_rate, b1, b2, "),
         (lambda: df.sgd(0.1, betas=(0.9, 0.95)), r"sgd\(betas=.*there are learning_rate, momentum, nesterov"),
-        (lambda: df.schedules.cosine(0.1, T_max=10), r"cosine\(T_max=.*write steps=\."),
-        (lambda: df.schedules.warmup_cosine(0.1, warmup_steps=1, steps=10), r"write warmup=\."),
+        (lambda: df.schedules.cosine(0.1, T_max=10), r"cosine\(T_max=.*there are start, steps"),
+        (lambda: df.schedules.warmup_cosine(0.1, warmup_steps=1, steps=10), r"warmup_steps=.*write warmup="),
         (
             lambda: df.adapt_while_communicate(loss_fn, df.sgd(0.1), ONE, gama=0.5),
             r"adapt_while_communicate\(gama=.*write gamma=; there are gamma, update_at, .*bucket_mb, wire_dtype\.",

@@ -23,24 +23,6 @@ MOST_WORKERS = 2**20
 """Largest number of workers in a topology, and the limit of other counts that are enumerated."""
 
 
-_MEANT = {
-    "lr": "learning_rate=",
-    "betas": "b1= and b2=",
-    "T_max": "steps=",
-    "total_steps": "steps=",
-    "num_training_steps": "steps=",
-    "t_max": "steps=",
-    "eta_min": "end=",
-    "warmup_steps": "warmup=",
-    "num_warmup_steps": "warmup=",
-    "t_warmup": "warmup=",
-    "wd": "weight_decay=",
-    "world_size": "num_workers=",
-    "n_workers": "num_workers=",
-}
-"""Arguments of PyTorch and others, and what they are called here."""
-
-
 def _of_torch_optim(value: Any) -> str | None:
     """Return what to do instead of passing an argument of torch.optim; None for any other value."""
     if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
@@ -133,14 +115,9 @@ def bind(function: Callable[..., Any], signature: inspect.Signature, args: Any, 
 
 
 def no_such_argument(call: str, name: str, known: Sequence[str]) -> str:
-    """Return the message about an unknown argument, with the one that may be meant."""
-    meant = _MEANT.get(name, "")
-    if meant and all(word in known for word in re.findall(r"(\w+)=", meant)):
-        way_out = f"write {meant}"
-    else:
-        near = "".join(f"write {match}=; " for match in get_close_matches(name, known, n=1))
-        way_out = f"{near}there are {', '.join(known)}"
-    return f"{call}({name}=...): there is no such argument; {way_out}."
+    """Return the message about an unknown argument, with the known ones and the most similar one."""
+    near = "".join(f"write {match}=; " for match in get_close_matches(name, known, n=1))
+    return f"{call}({name}=...): there is no such argument; {near}there are {', '.join(known)}."
 
 
 def checks_numbers(function: Callable[P, T]) -> Callable[P, T]:
