@@ -193,7 +193,7 @@ class Generation(Hooks):
                 raise RuntimeError(f"process {gone[0]} has ended")
 
     def connect(
-        self, store: Store, rank: int, ranks: Sequence[int], timeout: timedelta, within: timedelta | None = None
+        self, _: str, store: Store, rank: int, ranks: Sequence[int], timeout: timedelta, within: timedelta | None = None
     ) -> Any:
         """Connect processes that come within this time; raise RuntimeError if one is lost."""
         seats = [self.members.seats[rank] for rank in ranks]
@@ -263,7 +263,8 @@ class _Reconnected(Channels):
         rank, size, everyone = self.identity.rank, self.identity.size, range(self.identity.size)
         if size == 1:
             return
-        self.group = generation.connect(PrefixStore("all", self.store), rank, everyone, self.longest_wait, within)
+        store = PrefixStore("all", self.store)
+        self.group = generation.connect("all", store, rank, everyone, self.longest_wait, within)
         if generation.polls:
             self.shared.outside[self.identity.processes] = self.group
             store, device = PrefixStore("default", self.store), self.identity.device

@@ -187,7 +187,7 @@ def sharded(tensors: Iterable[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
             one.copy_(unsharded)
         if one.numel():
             with met(here, "sharing a parameter", one, _own_processes(here), here.channels.intra_worker) as (group, _):
-                group.broadcast(one.view(-1).view(torch.uint8), 0).wait()
+                group.broadcast([one.view(-1).view(torch.uint8)]).wait()
         offset = _offset(p) or (0,) * p.dim()
         parts.append(one[tuple(slice(a, a + n) for a, n in zip(offset, own.shape, strict=True))].clone())
     return parts

@@ -22,8 +22,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_ti
 from decentfn.comm.collectives.identity import Identity
 from decentfn.comm.collectives.session import TAGS
 
-Connect = Callable[[Store, int, Sequence[int], timedelta], Any]
-"""Function `(store, this one's index, ranks, timeout) -> group`."""
+Connect = Callable[[str, Store, int, Sequence[int], timedelta], Any]
+"""Function `(name, part of the store with this name, this one's index, ranks, timeout) -> group`."""
 
 
 class Shared(NamedTuple):
@@ -39,8 +39,8 @@ class Shared(NamedTuple):
 class Channels:
     """Connections of this process with the others of a world.
 
-    A group has `send`, `recv`, `allreduce`, `allgather`, `broadcast`, `size` and `rank` as torch.distributed's groups
-    do. Another transport is a class that returns its own from `new_group` and `connected`.
+    A group has `send`, `recv`, `allreduce`, `allgather` and `broadcast` (from rank 0), of lists of tensors, `size` and
+    `rank` as torch.distributed's groups do. Another transport is a class that returns its own from `new_group` and `connected`.
     """
 
     def __init__(
@@ -127,8 +127,8 @@ class Channels:
 
     def connected(self, name: str, ranks: Sequence[int]) -> Any:
         """Connect some processes. Not as a group of torch.distributed, which counts the groups that a process has made."""
-        store, rank = PrefixStore(name, self.store), ranks.index(self.identity.rank)
-        return self._connect(store, rank, ranks, self.longest_wait)
+        store, index = PrefixStore(name, self.store), ranks.index(self.identity.rank)
+        return self._connect(name, store, index, ranks, self.longest_wait)
 
     def connect_by(self, connect: Connect) -> None:
         """Connect processes by this function from here on."""
@@ -142,7 +142,7 @@ class Channels:
         return made[own.start]
 
 
-def _over_gloo(store: Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> Any:
+def _over_gloo(name: str, store: Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> Any:
     return dist.ProcessGroupGloo(store, rank, len(ranks), timeout)
 
 

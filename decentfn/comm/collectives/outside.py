@@ -165,7 +165,7 @@ def process_broadcast(x: Tensor, among: World | None = None) -> Tensor:
         with met(here, "a broadcast", copy) as (group, _):
             if copy.numel():
                 # As bytes, because not every backend supports every dtype; a view, so it arrives in `copy`.
-                group.broadcast(copy.view(-1).view(torch.uint8), 0).wait()
+                group.broadcast([copy.view(-1).view(torch.uint8)]).wait()
     return copy
 
 
