@@ -39,7 +39,7 @@ def combination(function: Function) -> Function:
     return make  # pyright: ignore[reportReturnType]
 
 
-def combined_anew(topology: Topology, change: Callable[[Topology], Topology]) -> Topology | None:
+def recombined(topology: Topology, change: Callable[[Topology], Topology]) -> Topology | None:
     """Return the same combination of changed parts; None if the topology is no combination."""
     if (call := topology.made_from) is None:
         return None

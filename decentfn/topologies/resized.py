@@ -14,7 +14,7 @@ from decentfn.core.formatting import brief
 from decentfn.core.numbers import MOST_WORKERS, require, require_at_most, whole_number
 from decentfn.topologies import drawn
 from decentfn.topologies.certificates import Certificate, certificate, consensus_steps
-from decentfn.topologies.combine import combined_anew, lazy, padded
+from decentfn.topologies.combine import recombined, lazy, padded
 from decentfn.topologies.construct import from_groups, from_matrices, from_shifts
 from decentfn.topologies.registry import topology as by_name
 from decentfn.topologies.rounds import Edge, Round, Topology, mixing_matrix, require_topology
@@ -44,7 +44,7 @@ class Resized(NamedTuple):
 
 
 def without(topology: Topology, workers: Collection[int]) -> Resized:
-    """Return the schedule of the workers that are left, numbered anew in their order.
+    """Return the schedule of the workers that are left, renumbered in their order.
 
     If the family has no such size, a schedule with finite-time consensus becomes `base`. Any other keeps its links, and each survivor
     adds the weights of lost workers to its own weight; it becomes `base` too if that leaves it unconnected, or a random or directed
@@ -114,7 +114,7 @@ def _first_that_fits(
     *candidates: Callable[[], Topology | None],
 ) -> Topology:
     """Return the combination of the parts' schedules, or the first candidate of the topology's form, widened to it."""
-    made = combined_anew(topology, of_part) if topology.family is None else None
+    made = recombined(topology, of_part) if topology.family is None else None
     if made is not None and _suits(made, topology):
         return _widened(made, topology)
     for candidate in (
@@ -210,7 +210,7 @@ def _of_size(
         with suppress(ValueError):  # it has no such size
             return Resized(topology.family(n), "same family")
     with suppress(ValueError):  # the parts' schedules do not combine, as `lossy` and group averages
-        if (made := combined_anew(topology, of_part)) is not None:
+        if (made := recombined(topology, of_part)) is not None:
             return Resized(made, max(cases, key=get_args(Case).index))
     if (made := own()) is not None:
         return Resized(made, "own weights")

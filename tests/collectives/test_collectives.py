@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import HashStore
 from torch.func import vmap
 
 import decentfn as df
@@ -318,3 +319,11 @@ def test_a_message_nobody_waits_for_is_received_all_the_same():
         return left + len(collectives.world().session.in_flight)
 
     assert on_ranks(2, one) == [0, 0]
+
+
+def test_another_transport_is_given_the_name_of_each_connection():
+    made, channels = [], collectives.Channels(collectives.Identity.of(0, 1), None, store=HashStore())
+    channels.connect_by(lambda name, store, index, ranks, timeout: made.append((name, index, *ranks)))
+    channels.connected("mailbox", range(1))
+    channels.outside(range(1))
+    assert made == [("mailbox", 0, 0), ("outside 0 1 1", 0, 0)]

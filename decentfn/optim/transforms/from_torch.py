@@ -39,7 +39,7 @@ def from_torch(
 ) -> Transform:
     """Turn an optimizer of `torch.optim`, or another with its interface, into a pair `(init, update)`.
 
-    In every step `make` builds the optimizer anew, and one operator, eager also in a compiled step, gives it its state
+    In every step `make` builds the optimizer again, and one operator, eager also in a compiled step, gives it its state
     and takes a step. Each leaf is a parameter of its own, in its shape, unless the optimizer is `elementwise`. On a GPU the operator waits for the numbers of
     the state. `df.set_learning_rate` sets the rates, unless they follow a scheduler. Optimizers of this library compile
     to one kernel per bucket and are faster.
@@ -164,23 +164,23 @@ class _Adapter:
             return self._forms[key]
 
     def _require_complete(self, form: Form, optimizer: Any, named: Named) -> None:
-        """Raise ValueError unless an optimizer that is built anew in every step arrives where this one did."""
+        """Raise ValueError unless an optimizer that is rebuilt in every step arrives where this one did."""
         arrived = [leaf.detach() for _, leaf in named]
         x = ones(form.plan, form.device)
         state = form.first_state(x)
         name = type(optimizer).__name__
         try:
             for trial in range(TRIALS):
-                self._built_anew(form, None, trial_gradient(form.plan, form.device, trial), x, state)
+                self._rebuilt(form, None, trial_gradient(form.plan, form.device, trial), x, state)
         except Exception as error:
-            raise ValueError(f"{CALL}: {name}, built anew with what it keeps, raised {brief_error(error)}.") from error
+            raise ValueError(f"{CALL}: {name}, rebuilt with what it keeps, raised {brief_error(error)}.") from error
         for (of_leaf, _), leaf, end in zip(named, x.leaves(), arrived, strict=True):
             if not end.numel():
                 continue
             rounding = 16 * torch.finfo(end.dtype).eps
             is_equal = torch.allclose(leaf, end, rtol=0, atol=rounding + 1e-3 * float((end - 1).abs().max()))
             rule = (
-                f"{name} remembers more than what it keeps of each parameter and in its groups: built anew "
+                f"{name} remembers more than what it keeps of each parameter and in its groups: rebuilt "
                 f"with these, it takes other steps; after {TRIALS} from the same gradients, {of_leaf!r} differs. Use another one."
             )
             require(is_equal, CALL, rule)
@@ -210,9 +210,9 @@ class _Adapter:
         """Take one step of one worker, in place."""
         form = self.form(params.plan, params[0].device)
         options = self.options(int(state.count), named_leaves(params), params.plan) if form.scheduled else None
-        self._built_anew(form, options, grads, params, state)
+        self._rebuilt(form, options, grads, params, state)
 
-    def _built_anew(
+    def _rebuilt(
         self, form: Form, options: list[dict[str, Any]] | None, grads: Buckets, params: Buckets, state: TorchState
     ) -> None:
         """Take a step in place with another optimizer; `options` of its groups are those of a scheduler."""
