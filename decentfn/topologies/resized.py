@@ -14,7 +14,7 @@ from decentfn.core.formatting import brief
 from decentfn.core.numbers import MOST_WORKERS, require, require_at_most, whole_number
 from decentfn.topologies import drawn
 from decentfn.topologies.certificates import Certificate, certificate, consensus_steps
-from decentfn.topologies.combine import recombined, lazy, padded
+from decentfn.topologies.combine import lazy, padded, recombined
 from decentfn.topologies.construct import from_groups, from_matrices, from_shifts
 from decentfn.topologies.registry import topology as by_name
 from decentfn.topologies.rounds import Edge, Round, Topology, mixing_matrix, require_topology
