@@ -18,8 +18,8 @@ from decentfn.core.formatting import brief
 from decentfn.core.trees import PyTree
 from decentfn.gradient.accumulated import separate, stacked
 from decentfn.gradient.gradient_checks import no_other_weights, require_none, ungiven
-from decentfn.gradient.lending import Lent
 from decentfn.gradient.loss import LossFn, as_given, call, refuse_numpy, require_graph, scalar
+from decentfn.gradient.parameter_swap import ParameterSwap
 from decentfn.gradient.result import unscaled
 from decentfn.gradient.side_channel import around
 from decentfn.torch_private.autograd import dispatching_as
@@ -48,7 +48,7 @@ class Layout:
 
 
 class _Function:
-    """Loss that is a function, with a worker's values; see `Lent`."""
+    """Loss that is a function, with a worker's values; see `ParameterSwap`."""
 
     gradient = attrgetter("grad")
 
@@ -100,10 +100,10 @@ def backward(
         for i in form.changing:
             kept[i] = kept[i].clone()
         views, given_buffers = Buckets(params, plan).leaves(), trees.fill(form.buffers, kept) if kept else form.buffers
-        if (lent := getattr(loss_fn, "lent", None)) is None:
+        if (swap := getattr(loss_fn, "swap", None)) is None:
             values = nullcontext(_Function(loss_fn, form, views, given_buffers))
         else:
-            values = lent(dict(zip(form.names, views, strict=True)), given_buffers)
+            values = swap(dict(zip(form.names, views, strict=True)), given_buffers)
         with values as given:
             used, before = [False] * len(views), _marks(given.constant, is_first)
             micros = separate(batch) if many else [batch]
@@ -146,7 +146,7 @@ def _require_one_batch(batch: Any, tp_size: int) -> None:
 
 
 def _forward_backward(
-    given: _Function | Lent, batch: Any, scale: Tensor | None, is_first: bool
+    given: _Function | ParameterSwap, batch: Any, scale: Tensor | None, is_first: bool
 ) -> tuple[Tensor, PyTree]:
     """Return the loss and aux; add the gradients to the leaves' `.grad`."""
     try:
@@ -154,7 +154,7 @@ def _forward_backward(
     except RuntimeError as error:
         refuse_numpy(error)
         raise
-    loss = scalar(loss) if isinstance(given, Lent) else loss  # a function's is one already
+    loss = scalar(loss) if isinstance(given, ParameterSwap) else loss  # a function's is one already
     others = ungiven(loss, (given.leaves, getattr(given, "own", None), batch)) if is_first and given.constant else []
     require_graph(loss)
     with no_other_weights(loss) if is_first and isinstance(given, _Function) else nullcontext():
@@ -165,7 +165,9 @@ def _forward_backward(
     return value, aux
 
 
-def _into_buckets(plan: Plan, params: Sequence[Tensor], given: _Function | Lent, used: list[bool]) -> list[Tensor]:
+def _into_buckets(
+    plan: Plan, params: Sequence[Tensor], given: _Function | ParameterSwap, used: list[bool]
+) -> list[Tensor]:
     """Move the leaves' gradients into buckets, 0 for a leaf without one; note in `used` which have one."""
     leaves, gradient, found, first = given.leaves, given.gradient, [], 0
     for bucket, tensor in zip(plan.buckets, params, strict=True):

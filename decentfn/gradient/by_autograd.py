@@ -25,8 +25,8 @@ from decentfn.core.stacking import batches_of
 from decentfn.core.trees import PyTree
 from decentfn.gradient.accumulated import Accumulated, stacked
 from decentfn.gradient.backward import Layout, backward
-from decentfn.gradient.lending import turns
 from decentfn.gradient.loss import LossFn, WrappedLoss, require_loss, unwrapped
+from decentfn.gradient.parameter_swap import turns
 from decentfn.gradient.result import Gradient
 from decentfn.gradient.scaled import DynamicLossScale
 from decentfn.gradient.side_channel import Outcome, SideChannel, put, value, with_side_channel

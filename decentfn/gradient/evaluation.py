@@ -21,9 +21,9 @@ from decentfn.core.trees import PyTree
 from decentfn.gradient.accumulated import Accumulated, mean_gradient_of, separate
 from decentfn.gradient.by_autograd import ByAutograd, gradient_by_autograd
 from decentfn.gradient.gradient_checks import require_none, ungiven
-from decentfn.gradient.lending import lock_of_module, to_evaluate
 from decentfn.gradient.loss import LossFn, in_mode, refuse_numpy, require_unchanged, takes, tell_eval_mode, unwrapped
 from decentfn.gradient.module import ModuleLoss, ShardedLoss
+from decentfn.gradient.parameter_swap import lock_of_module, to_evaluate
 from decentfn.gradient.result import Gradient, gradient_of
 from decentfn.gradient.side_channel import SideChannel
 from decentfn.torch_private import functorch
@@ -170,7 +170,7 @@ def _evaluate(
 
 
 @contextmanager
-def lending(loss_fn: ModuleLoss) -> Iterator[Callable[[PyTree, PyTree], Any]]:
+def swapping(loss_fn: ModuleLoss) -> Iterator[Callable[[PyTree, PyTree], Any]]:
     """Context in which a module is in eval mode, if a metric runs; yields `to_evaluate` of parameters and buffers."""
     with lock_of_module(loss_fn.module), in_mode(loss_fn.network):
         yield partial(to_evaluate, loss_fn, loss_fn.entries())

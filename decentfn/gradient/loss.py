@@ -18,7 +18,7 @@ from decentfn.core import trees
 from decentfn.core.context import context
 from decentfn.core.formatting import brief
 from decentfn.core.trees import PyTree
-from decentfn.gradient.lending import lock_of_module
+from decentfn.gradient.parameter_swap import lock_of_module
 from decentfn.torch_private.autograd import version
 
 _log = logging.getLogger("decentfn")
@@ -54,7 +54,7 @@ def require_unchanged(call: str, loss_fn: Any, params: PyTree, buffers: PyTree) 
     copies = {name: x for name, x in copies.items() if _sample(x) == watch[name][1]}
     if not watch or not copies.keys() >= params.keys():
         return  # others are given on purpose
-    with lock_of_module(loss_fn.module):  # a thread's step may lend it values
+    with lock_of_module(loss_fn.module):  # a thread's step may have swapped its values
         for name, p in _tensors(loss_fn).items():
             if name not in copies or p.is_meta or not p.numel() or watch[name][0] == _stamp(p) is not None:
                 continue  # or its memory was freed

@@ -20,8 +20,16 @@ from decentfn.core.formatting import brief
 from decentfn.core.numbers import require
 from decentfn.core.trees import PyTree
 from decentfn.gradient.gradient_checks import copied, frozen_under, require_apart
-from decentfn.gradient.lending import Entry, Lent, entries_of, lock_of_module, own_by_name, put_back, weights
 from decentfn.gradient.loss import in_mode, is_pair, require_criterion, watched
+from decentfn.gradient.parameter_swap import (
+    Entry,
+    ParameterSwap,
+    entries_of,
+    lock_of_module,
+    own_by_name,
+    put_back,
+    weights,
+)
 from decentfn.torch_private import functorch
 from decentfn.torch_private.names import WEIGHTS
 
@@ -86,7 +94,7 @@ class ModuleLoss:
                 if first is not None and (functorch.is_differentiated(first) or functorch.is_batched(first)):
                     kept = put_back(self, changed)
                 elif context.evaluates and not torch.is_grad_enabled():
-                    kept = Lent.beside_weights(self, entries, given)
+                    kept = ParameterSwap.beside_weights(self, entries, given)
                 else:
                     kept = nullcontext()
                 with kept, weights(entries, given):
@@ -115,18 +123,18 @@ class ModuleLoss:
         )
 
     @contextmanager
-    def lent(self, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> Iterator[Lent]:
+    def swap(self, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> Iterator[ParameterSwap]:
         """Context in which the module's own parameters and buffers have these values."""
         with lock_of_module(self.module):
             self._require_trained(params, is_differentiated=True)
-            lent = Lent(self, self.entries(), {**params, **buffers}, buffers)
-            self.require_same(lent.own, {**params, **buffers})
-            lent.leaves = [lent.own[name] for name in params]
-            lent.constant = dict(zip(params, lent.leaves, strict=True))
+            swap = ParameterSwap(self, self.entries(), {**params, **buffers}, buffers)
+            self.require_same(swap.own, {**params, **buffers})
+            swap.leaves = [swap.own[name] for name in params]
+            swap.constant = dict(zip(params, swap.leaves, strict=True))
             for name in self.frozen:
-                lent.constant[name] = lent.own[name]
-            with lent:
-                yield lent
+                swap.constant[name] = swap.own[name]
+            with swap:
+                yield swap
 
     gradient: Callable[[Tensor], Any] = attrgetter("grad")
     """Function that returns the gradient of a parameter of the module."""
@@ -251,12 +259,12 @@ class ShardedLoss(ModuleLoss):
 
     def __call__(self, params: PyTree, buffers: PyTree, batch: Any) -> tuple[Tensor, tuple[PyTree, PyTree]]:
         """Run the module with these shards and copies of these buffers."""
-        with self.lent(params, {name: torch.clone(b) for name, b in buffers.items()}) as lent:
-            loss, aux = lent.of(batch)
-            return loss, (lent.buffers(), aux)
+        with self.swap(params, {name: torch.clone(b) for name, b in buffers.items()}) as swap:
+            loss, aux = swap.of(batch)
+            return loss, (swap.buffers(), aux)
 
     @contextmanager
-    def lent(self, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> Iterator[Lent]:
+    def swap(self, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> Iterator[ParameterSwap]:
         """Context in which the module has these shards.
 
         They stay in the module, which has its own storage for them; its buffers are restored.
@@ -270,10 +278,10 @@ class ShardedLoss(ModuleLoss):
                     p.grad = None
             others = {name: b for name, b in buffers.items() if name not in self.frozen}
             entries = [entry for entry in self.entries() if not isinstance(entry.own, nn.Parameter)]
-            lent = Lent(self, entries, others, buffers)
-            lent.leaves = [own[name] for name in params]
-            with lent:
-                yield lent
+            swap = ParameterSwap(self, entries, others, buffers)
+            swap.leaves = [own[name] for name in params]
+            with swap:
+                yield swap
             for p in own.values():
                 p.grad = None
 

@@ -22,7 +22,7 @@ from decentfn.core.formatting import brief
 from decentfn.core.trees import PyTree
 from decentfn.engine.simulation import worker
 from decentfn.errors import PeerLost, RunError
-from decentfn.gradient.evaluation import lending
+from decentfn.gradient.evaluation import swapping
 from decentfn.gradient.loss import WrappedLoss, is_pair, takes
 from decentfn.gradient.module import ModuleLoss, ShardedLoss
 from decentfn.train.consensus import consensus_buffers, consensus_mean, is_stacked, require_sharded_alike, to_evaluate
@@ -169,7 +169,7 @@ def _evaluating() -> Iterator[None]:
 
 @contextmanager
 def _of_replicas(metric: Callable[..., Any], replicas: list[_Replica]) -> Iterator[list[Callable[[Any], Any]]]:
-    """Context with the metric of each replica as a function of batches; a module is lent to one replica once."""
+    """Context with the metric of each replica as a function of batches; a module has those of one replica at a time."""
     if not isinstance(metric, ModuleLoss) or isinstance(metric, ShardedLoss) or replicas[0][1] is None:
         evaluated: Any = _together(metric) if isinstance(metric, ShardedLoss) else metric
         takes_buffers = replicas[0][1] is not None and takes(metric, 3)
@@ -177,14 +177,14 @@ def _of_replicas(metric: Callable[..., Any], replicas: list[_Replica]) -> Iterat
         return
 
     def one(x: PyTree, b: PyTree, batch: Any) -> Any:
-        with lend(x, b) as loss_of:
+        with with_weights(x, b) as loss_of:
             return loss_of(batch)
 
     with ExitStack() as stack:
         with _evaluating():
-            lend = stack.enter_context(lending(metric))
+            with_weights = stack.enter_context(swapping(metric))
         alone = len(replicas) == 1
-        yield [stack.enter_context(lend(*r)) if alone else partial(one, *r) for r in replicas]
+        yield [stack.enter_context(with_weights(*r)) if alone else partial(one, *r) for r in replicas]
 
 
 def _together(metric: ShardedLoss) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from decentfn.comm import collectives
 from decentfn.core import trees
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import checks_numbers
-from decentfn.gradient.lending import entries_of, lock_of_module, weights
+from decentfn.gradient.parameter_swap import entries_of, lock_of_module, weights
 from decentfn.kit.state import State
 from decentfn.train.consensus import (
     buffers,

@@ -1,4 +1,4 @@
-"""Lending of a module's tensors and plain attributes to one worker at a time."""
+"""Parameter swap: one worker at a time has a module's tensors and plain attributes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 
 
 def lock_of_module(module: nn.Module) -> threading.RLock:
-    """Return the module's lock. Whoever lends its tensors holds it; other threads' steps and evaluations wait."""
+    """Return the module's lock. Whoever swaps its tensors holds it; other threads' steps and evaluations wait."""
     return _locks.setdefault(module, threading.RLock())
 
 
@@ -31,7 +31,7 @@ class Entry(NamedTuple):
     own: Tensor
 
 
-class Lent:
+class ParameterSwap:
     """Context in which a module's own tensors have these values, through the backward pass; restored at the end.
 
     Parameters keep their identity for hooks, lists and tied layers, and recomputation in the backward pass sees the
@@ -53,13 +53,13 @@ class Lent:
         self._with_gradient: list[Tensor] = []
 
     @classmethod
-    def beside_weights(cls, loss_fn: Any, entries: list[Entry], values: dict[str, Tensor]) -> Lent:
-        """Lend the values that a module's own tensors can hold, for lists and closures that have them."""
+    def beside_weights(cls, loss_fn: Any, entries: list[Entry], values: dict[str, Tensor]) -> ParameterSwap:
+        """Swap in the values that a module's own tensors can hold, for lists and closures that have them."""
         own = own_by_name(entries)
         fitting = [n for n, x in values.items() if x.device == own[n].device and not functorch.is_batched(x)]
         return cls(loss_fn, entries, {name: values[name] for name in fitting}, {})
 
-    def __enter__(self) -> Lent:
+    def __enter__(self) -> ParameterSwap:
         try:
             for name, value in self._values.items():
                 x = self.own[name]
@@ -128,7 +128,7 @@ def to_evaluate(
     own = own_by_name(entries)
     moving = {name: b.clone() for name, b in buffers.items() if name not in loss_fn.frozen}
     given = loss_fn.require_same(own, {**params, **buffers, **moving})
-    with Lent.beside_weights(loss_fn, entries, given), weights(entries, given):
+    with ParameterSwap.beside_weights(loss_fn, entries, given), weights(entries, given):
         own_now = {id(b) for b in moving.values()}
         places = [(e.holder, e.key, x) for e in entries if id(x := e.holder[e.key]) in own_now]
 
