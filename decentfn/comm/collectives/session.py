@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -101,11 +101,7 @@ class FailureNote(NamedTuple):
 
 
 class Session:
-    """Steps of this process with the same others. The number of calls agrees between ranks even if `t` does not.
-
-    The ranks compare on a board: the first rank at a compared call writes its step there, the others read it. No rank
-    waits for another.
-    """
+    """Steps of this process with the same others. The number of calls agrees between ranks even if `t` does not."""
 
     def __init__(self, rank: int, store: Any = None, number: int = 0) -> None:
         self.board = Board(rank, store)
@@ -250,34 +246,26 @@ class Board:
         _log.info("t is no longer compared between ranks: the store does not answer (%s)", error)
         self.store = None
 
+    def _ask(self, question: Callable[[Any], Any]) -> Any:
+        """Return the store's answer; None without a store that answers."""
+        try:
+            return None if self.store is None else question(self.store)
+        except RuntimeError as error:
+            return self._lose(error)
+
     def tell(self, note: FailureNote) -> None:
         """Leave a note about a failed call."""
-        try:
-            if self.store is not None:
-                self.store.append("failed", json.dumps(note) + "\n")
-        except RuntimeError:
-            self.store = None  # the store is gone as well
+        self._ask(lambda store: store.append("failed", json.dumps(note) + "\n"))
 
     def has_failed(self) -> bool:
         """Return True if a call of any rank has failed."""
-        try:
-            return self.store is not None and self.store.check(["failed"])
-        except RuntimeError:
-            self.store = None
-            return False
+        return bool(self._ask(lambda store: store.check(["failed"])))
 
     def told(self) -> dict[int, FailureNote]:
-        """Return the others' notes, by rank."""
-        notes = {}
-        try:
-            if self.store is not None:
-                for line in self.store.get("failed").decode().splitlines():
-                    note = FailureNote(*json.loads(line))
-                    if note.rank != self.rank:
-                        notes.setdefault(note.rank, note)
-        except RuntimeError:
-            self.store = None
-        return notes
+        """Return the others' first notes, by rank."""
+        lines = (self._ask(lambda store: store.get("failed")) or b"").decode().splitlines()
+        notes = [FailureNote(*json.loads(line)) for line in reversed(lines)]
+        return {note.rank: note for note in notes if note.rank != self.rank}
 
 
 def _has_gloo(group: Any) -> bool:
