@@ -12,12 +12,12 @@ from decentfn import sharded
 from decentfn.comm import collectives
 from decentfn.comm.fingerprint import agree, compare, digest, fingerprint
 from decentfn.core import trees
-from decentfn.core.buckets import Buckets, Plan, flatten
+from decentfn.core.buckets import Buckets, flatten
 from decentfn.core.trees import PyTree
 from decentfn.gradient import WithinWorker
 from decentfn.kit.options import require_narrower
 from decentfn.optim.transforms.transform import masks_of, require_descent
-from decentfn.topologies import Topology, certificate
+from decentfn.topologies import Topology
 
 _log = logging.getLogger("decentfn")
 
@@ -56,8 +56,9 @@ def lay_out(
         if topology.groups is not None:
             collectives.make_groups(topology.groups)
     collectives.compare_steps()
-    if collectives.everyone().rank == 0 and _log.isEnabledFor(logging.INFO):
-        _say(x.plan, topologies[0])
+    if collectives.everyone().rank == 0:
+        values, mib = sum(bucket.numel for bucket in x.plan.buckets), x.plan.nbytes / 2**20
+        _log.info("run: %d values (%.4g MiB) in %d buckets, %r", values, mib, len(x), topologies[0])
     return x
 
 
@@ -88,24 +89,3 @@ def _require_equal_in_groups(params: PyTree, within_worker: WithinWorker) -> Non
     lines = [f"{name} with digest {digest(leaf)}" for name, leaf in named]
     rule = "the processes of a worker start equal: make them after torch.manual_seed(0) on each"
     compare("init(params)", [], rule, of_tp_group=lines, tp_size=within_worker.tp_size)
-
-
-def _say(plan: Plan, topology: Topology) -> None:
-    """Log the run in a few numbers."""
-    leaves, facts = sum(len(bucket.segments) for bucket in plan.buckets), certificate(topology)
-    values, dtypes = sum(bucket.numel for bucket in plan.buckets), sorted({str(b.dtype) for b in plan.buckets})
-    if facts.steps_to_consensus is not None:
-        mixing = f"exact mean after {facts.steps_to_consensus} steps"
-    elif facts.spectral_gap is not None:
-        mixing = f"spectral gap {facts.spectral_gap:.3g} per period"
-    else:
-        mixing = f"disagreement (squared) times {facts.expected_contraction:.3g} per step"
-    period = "random" if facts.period is None else f"period {facts.period}"
-    sent = f"{facts.bytes_per_step(plan.nbytes):,.0f} bytes"
-    rows = [
-        ("parameters", f"{values:,} values of {', '.join(dtypes)}, {leaves} leaves in {len(plan.buckets)} buckets"),
-        ("topology", f"{facts.name}, {facts.num_workers} workers, {period}"),
-        ("sent", f"{sent} in {facts.messages_per_step:g} messages per step and worker"),
-        ("mixing", mixing),
-    ]
-    _log.info("run\n%s", "\n".join(f"  {name:<11} {value}" for name, value in rows))
