@@ -59,11 +59,6 @@ def require_messages_from(call: str, device: torch.device) -> None:
     if here.size == 1 or context.world is not None:
         return
     backends = str(dist.get_backend_config())
-    if f"{device.type}:mpi" in backends:
-        raise ValueError(
-            f"{call}: the process group ({backends}) is MPI's, which ignores timeouts, so a lost process would hang the others; "
-            "leave the group to df.init(), or make one of gloo."
-        )
     if f"{device.type}:" not in backends:
         kinds = [part.partition(":")[0] for part in backends.split(",")]
         raise ValueError(
