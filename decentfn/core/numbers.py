@@ -96,7 +96,11 @@ def array(name: str, what: str, values: object, dtype: type = np.float64) -> np.
 
 def plain(call: str, parameters: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments, with annotated numbers and booleans converted to Python's types, or raise ValueError."""
-    return {name: _plain(call, name, _kinds(parameters[name]), value) for name, value in arguments.items()}
+    kinds = {
+        name: frozenset() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) else _kinds_in(str(p.annotation))
+        for name, p in parameters.items()
+    }
+    return {name: _plain(call, name, kinds[name], value) for name, value in arguments.items()}
 
 
 def bind(function: Callable[..., Any], signature: inspect.Signature, args: Any, kwargs: Any) -> inspect.BoundArguments:
@@ -137,11 +141,6 @@ def checks_numbers(function: Callable[P, T]) -> Callable[P, T]:
         return function(*bound.args, **bound.kwargs)
 
     return call
-
-
-def _kinds(parameter: inspect.Parameter) -> frozenset[str]:
-    is_rest = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    return frozenset() if is_rest else _kinds_in(str(parameter.annotation))
 
 
 @cache

@@ -117,9 +117,9 @@ def stacked(rows: Sequence[PyTree]) -> PyTree:
     """Stack trees leaf by leaf, `[N, ...]`; a list where leaves are not tensors of one shape, or the trees differ."""
     if any(trees.enumerate_leaves(row) != trees.enumerate_leaves(rows[0]) for row in rows[1:]):
         return list(rows)
-    return trees.map(lambda *leaves: _stacked(leaves), *rows)
 
+    def of_leaves(*its: Any) -> Any:
+        is_one = all(isinstance(x, torch.Tensor) and x.shape == its[0].shape for x in its)
+        return torch.stack(its) if is_one else list(its)
 
-def _stacked(rows: Sequence[Any]) -> Any:
-    is_one = all(isinstance(x, torch.Tensor) and x.shape == rows[0].shape for x in rows)
-    return torch.stack(list(rows)) if is_one else list(rows)
+    return trees.map(of_leaves, *rows)

@@ -129,17 +129,12 @@ def _gradient_of_hidden(
     loss, aux, *rest = out
     for i, new in zip(changing, rest[size:], strict=False):
         old[i] = new
-    flags = _by_element(rest[-1], params) if leaves else None
+    flags = None
+    if leaves:  # one flag for each; to each element its leaf's
+        used = iter(rest[-1].unbind())
+        segments = [bucket.segments for bucket in params.plan.buckets]
+        flags = Buckets([torch.cat([next(used).expand(s.numel) for s in its]) for its in segments], params.plan)
     return Gradient(Buckets(rest[:size], params.plan), loss, SideChannel(aux), trees.fill(template, old), flags)
-
-
-def _by_element(used: Tensor, params: Buckets) -> Buckets:
-    flags, first = [], 0
-    for bucket in params.plan.buckets:
-        pieces = [used[first + k].expand(segment.numel) for k, segment in enumerate(bucket.segments)]
-        flags.append(torch.cat(pieces))
-        first += len(pieces)
-    return Buckets(flags, params.plan)
 
 
 @constant_while_traced

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ParamSpec, cast
 
@@ -28,11 +28,6 @@ _RULE = (
     "nothing mixes frozen parameters and constant buffers, so replicas must start with equal ones: "
     "`params, buffers = df.broadcast((params, buffers))` before init. A worker's own numbers belong in its batches"
 )
-
-
-def _lines(name: str, value: Any) -> Iterable[str]:
-    is_optimizer = hasattr(value, "init") and hasattr(value, "update")
-    return structure(name, value) if is_optimizer else [describe(name, value)]
 
 
 def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
@@ -91,8 +86,11 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
             except Exception as error:
                 agree([f"{type(error).__name__}: {error}"])  # otherwise ranks without an error would wait for this one
                 raise
-            lines = [line for name, value in values.items() for line in _lines(name, value)]
-            agree([f"algorithm {function.__name__}", *lines, *structure("optimizer", optimizer)])
+            lines = [f"algorithm {function.__name__}"]
+            for name, value in (*values.items(), ("optimizer", optimizer)):
+                is_optimizer = hasattr(value, "init") and hasattr(value, "update")
+                lines += structure(name, value) if is_optimizer else [describe(name, value)]
+            agree(lines)
             state = built.init(params, buffers)
             require_equal("init(params, buffers)", constants(loss_fn, buffers), _RULE)
             return expected.record(state)

@@ -75,19 +75,13 @@ def constant_while_traced(function: F) -> F:
     return function
 
 
-def _root(error: BaseException) -> BaseException:
-    """Return the first error in this error's chain of causes."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
 def first_error(error: BaseException) -> BaseException:
     """Return the original error; an error from a user's operator is only the context of Dynamo's own.
 
     Of an exception raised in traced code Dynamo keeps the text, from which its type and its message are taken.
     """
-    error = _root(error)
+    while error.__cause__ is not None:
+        error = error.__cause__
     told = re.fullmatch(r"raised exception ValueError\((.*)\)", str(error), re.DOTALL)
     if told is not None and _is(error, "ObservedException"):
         try:

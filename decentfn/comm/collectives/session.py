@@ -239,7 +239,9 @@ class Board:
         """
         is_new = not in_step or id(group) not in self.met
         self.met.add(id(group))
-        return is_new and (x.device.type == "cpu" or _has_gloo(group))
+        if not is_new or x.device.type == "cpu":
+            return is_new
+        return isinstance(group, dist.ProcessGroupGloo) or "gloo" in str(dist.get_backend_config(group))
 
     def _lose(self, error: RuntimeError) -> None:
         """Go on without a board: the store's process has finished or died; messages will fail."""
@@ -266,7 +268,3 @@ class Board:
         lines = (self._ask(lambda store: store.get("failed")) or b"").decode().splitlines()
         notes = [FailureNote(*json.loads(line)) for line in reversed(lines)]
         return {note.rank: note for note in notes if note.rank != self.rank}
-
-
-def _has_gloo(group: Any) -> bool:
-    return isinstance(group, dist.ProcessGroupGloo) or "gloo" in str(dist.get_backend_config(group))
