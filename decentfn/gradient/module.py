@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from operator import attrgetter
@@ -235,16 +234,6 @@ class ModuleLoss:
                 f"loss_fn from df.functional: the batch is a {type(batch).__name__}, expected {expected}; pass "
                 "df.functional(module, forward=lambda module, batch: ...), which returns the loss, for anything else."
             )
-        if torch.compiler.is_dynamo_compiling():
-            return
-        try:
-            inspect.signature(self.module.forward).bind(**batch)
-        except TypeError as error:
-            raise ValueError(
-                f"loss_fn from df.functional: the batch is a {type(batch).__name__} of keyword arguments, but "
-                f"{type(self.module).__name__}.forward does not take {brief(sorted(batch))}: {error}. Pass a tuple (inputs, *targets), "
-                "the module's own keywords, or df.functional(module, forward=lambda module, batch: ...), which returns the loss."
-            ) from error
 
 
 class ShardedLoss(ModuleLoss):

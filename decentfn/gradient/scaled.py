@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn.core.formatting import brief
 from decentfn.core.numbers import checks_numbers, require
 from decentfn.gradient.loss import LossFn, WrappedLoss, require_loss
 
@@ -90,11 +89,6 @@ def dynamic_loss_scale(
         ValueError: a number is out of range; `loss_fn` is not a function, or is scaled already.
     Source: torch.amp.GradScaler.
     """
-    if hasattr(loss_fn, "init") and hasattr(loss_fn, "update"):
-        raise ValueError(
-            f"dynamic_loss_scale({brief(loss_fn)}): expected a loss, not an optimizer; write "
-            "df.adapt_while_communicate(df.dynamic_loss_scale(loss_fn), optimizer, topology)."
-        )
     require_loss("dynamic_loss_scale(loss_fn)", loss_fn)
     if isinstance(loss_fn, DynamicLossScale):
         raise ValueError("dynamic_loss_scale(dynamic_loss_scale(loss_fn)): the loss is scaled already; scale it once.")
