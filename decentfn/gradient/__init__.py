@@ -15,4 +15,4 @@ from decentfn.gradient.loss import LossFn, constants, require_loss
 from decentfn.gradient.module import functional
 from decentfn.gradient.result import Gradient, Metrics, nothing_like, where_good
 from decentfn.gradient.scaled import DynamicLossScale, LossScale, dynamic_loss_scale
-from decentfn.gradient.weights import Weight
+from decentfn.gradient.side_channel import Weight
