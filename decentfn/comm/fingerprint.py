@@ -117,9 +117,9 @@ def compare(
     groups += [[(rank, told[rank][1]) for rank in range(part, len(told), size)] for part in range(size)]
     groups += [[(rank, told[rank][2]) for rank in range(i, i + tp_size)] for i in range(0, len(told), tp_size)]
     for group in groups:
-        everyone = [theirs for _, theirs in group]
-        usual = max(everyone, key=everyone.count)
-        first = group[everyone.index(usual)][0]
+        found = [theirs for _, theirs in group]
+        usual = max(found, key=found.count)
+        first = group[found.index(usual)][0]
         for rank, theirs in group:
             if theirs != usual:
                 pairs = zip_longest(usual, theirs, fillvalue="nothing")

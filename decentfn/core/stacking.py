@@ -74,10 +74,10 @@ def in_chunks(function: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
     assert context.chunks is not None
     num_workers, size = context.chunks
     leaves = trees.leaves(arguments)
-    everyone = [functorch.all_rows(leaf, leaves[0]) for leaf in leaves]
+    rows_of_all = [functorch.all_rows(leaf, leaves[0]) for leaf in leaves]
     one, returned = on_leaves(function, arguments)
     parts = [
-        vmap(one, randomness="error")([leaf[first : first + size] for leaf in everyone])
+        vmap(one, randomness="error")([leaf[first : first + size] for leaf in rows_of_all])
         for first in range(0, num_workers, size)
     ]
     joined = [functorch.row(torch.cat(rows), leaves[0]) for rows in zip(*parts, strict=True)]

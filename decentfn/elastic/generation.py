@@ -260,11 +260,11 @@ class _Reconnected(Channels):
 
     def connect_all(self, generation: Generation, within: timedelta) -> None:
         """Connect all processes, which come within this time; collective."""
-        rank, size, everyone = self.identity.rank, self.identity.size, range(self.identity.size)
+        rank, size = self.identity.rank, self.identity.size
         if size == 1:
             return
         store = PrefixStore("all", self.store)
-        self.group = generation.connect("all", store, rank, everyone, self.longest_wait, within)
+        self.group = generation.connect("all", store, rank, range(size), self.longest_wait, within)
         if generation.polls:
             self.shared.outside[self.identity.processes] = self.group
             store, device = PrefixStore("default", self.store), self.identity.device
