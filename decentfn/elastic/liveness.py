@@ -48,35 +48,35 @@ class Liveness:
         for seat, told in zip(new, self._store.multi_get([f"liveness {seat}" for seat in new]), strict=True):
             host, port = told.decode().split()
             self._addresses[seat] = host, int(port)
-            if self._ring(seat) == "answers":
+            if self._probe(seat) == "answers":
                 self._known.add(seat)
 
     def close(self) -> None:
         """Answer nobody any more."""
         self._port.close()
 
-    def ring(self, seat: int) -> Literal["answers", "gone", "silent"]:
+    def probe(self, seat: int) -> Literal["answers", "gone", "silent"]:
         """Return "gone" if a process has ended, "silent" if its machine is not reached.
 
         One that has never answered counts as answering: its address may be wrong.
         """
-        return self._ring(seat) if seat in self._known else "answers"
+        return self._probe(seat) if seat in self._known else "answers"
 
     def is_gone(self, seat: int) -> bool:
         """Return True if a process has ended."""
-        return self.ring(seat) == "gone"
+        return self.probe(seat) == "gone"
 
     def reaches(self, seat: int) -> bool:
         """Return True if a process answers, and has answered before."""
-        return seat in self._known and self._ring(seat) == "answers"
+        return seat in self._known and self._probe(seat) == "answers"
 
     def clear(self) -> None:
-        """Forget who has rung; a full line would drop further ones."""
+        """Forget who has probed; a full queue would drop further probes."""
         with suppress(BlockingIOError):
             while True:
                 self._port.accept()[0].close()
 
-    def _ring(self, seat: int) -> Literal["answers", "gone", "silent"]:
+    def _probe(self, seat: int) -> Literal["answers", "gone", "silent"]:
         try:
             socket.create_connection(self._addresses[seat], _PATIENCE_S).close()
         except ConnectionRefusedError:

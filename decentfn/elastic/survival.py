@@ -192,7 +192,7 @@ class _Survivor:
         seats = tuple(here.identity.processes)
         try:
             self._store = joining.open_run(here, state)
-            self._open_door(here.rank)
+            self._announce(here.rank)
             self._liveness.learn(seats)
             begin(here, Generation(here, Members(0, seats, seats), here.rank, self._store, self._liveness.is_gone))
         except RuntimeError as error:
@@ -204,12 +204,12 @@ class _Survivor:
         if generation_of(here).polls:
             connections.watch(weakref.ref(here), lambda here: generation_of(here).require_present())
 
-    def _open_door(self, seat: int) -> None:
+    def _announce(self, seat: int) -> None:
         """Let others see that this process exists."""
         self._liveness, self._has_begun = Liveness(PrefixStore("survive", self._store), seat), True
 
     def _looks(self, here: World) -> bool:
-        """Answer the door at intervals; return True on the first worker if somebody waits to join."""
+        """Accept probes at intervals; return True on the first worker if somebody waits to join."""
         now = time.monotonic()
         if now - self._looked < _LOOK_S:
             return False
@@ -227,7 +227,7 @@ class _Survivor:
             while True:
                 seat = joining.new_seat(here, run)
                 alone = generation_of(here)
-                self._open_door(seat)
+                self._announce(seat)
                 begin(here, alone.next(alone.members, seat, self._liveness.is_gone))
                 members, decision = joining.await_admission(run, seat, self._liveness)
                 try:
@@ -299,7 +299,7 @@ class _Survivor:
     def _agree(self, here: World, t: int, repeats: bool, error: RunError | None) -> Decision:
         (_, seats, _), seat, liveness = generation_of(here).members, generation_of(here).seat, self._liveness
         try:
-            reached = tuple(other for other in seats if other == seat or liveness.ring(other) == "answers")
+            reached = tuple(other for other in seats if other == seat or liveness.probe(other) == "answers")
             mine, waiting = Note(seat, t, reached, repeats), partial(joining.waiting, here, self._store, liveness)
             decision = hold(mine, seats, generation_of(here).roll, liveness, waiting, self._patience)
         except RuntimeError as lost:
