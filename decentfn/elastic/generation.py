@@ -303,8 +303,7 @@ def go_on(here: World, members: Members, patience: timedelta) -> Generation:
     store = PrefixStore(f"generation {members.changes}", made.run)
     channels = _Reconnected(identity, None, here.timeout, store)
     channels.connect_by(made.connect)
-    session = Session(rank, PrefixStore("steps", store), members.changes)
-    here.become(channels=channels, session=session, hooks=(made,))
+    here.become(channels=channels, session=Session(rank, PrefixStore("steps", store)), hooks=(made,))
     channels.connect_all(made, patience)
     return made
 

@@ -27,9 +27,6 @@ _log = logging.getLogger("decentfn")
 TAGS = 2**20
 """Modulus of tags: a message's tag is its step modulo this, so that steps do not mix (NCCL has no tags)."""
 
-_SESSIONS = 2**9
-"""Modulus of a session's number in a tag, which has 31 bits."""
-
 _EVERY = 256
 """Interval of compared calls, besides calls 1, 2, 4, 8, ..."""
 
@@ -62,8 +59,6 @@ class Call:
     """Index within the step, from 1: every step makes the same calls in the same order, bucket by bucket."""
     local: int
     """Workers in this process."""
-    tag: int = 0
-    """Tag of its messages."""
     hears: Any = ()
     """Sender in each slot, -1 for none, one row per local worker. In a mean: the ranks of the group."""
     nbytes: int = 0
@@ -103,7 +98,7 @@ class FailureNote(NamedTuple):
 class Session:
     """Steps of this process with the same others. The number of calls agrees between ranks even if `t` does not."""
 
-    def __init__(self, rank: int, store: Any = None, number: int = 0) -> None:
+    def __init__(self, rank: int, store: Any = None) -> None:
         self.board = Board(rank, store)
         self.calls = 0
         self.in_flight: dict[int, Call] = {}
@@ -121,7 +116,6 @@ class Session:
         self.lost: Lost | None = None
         self.cut_short: tuple[str, BaseException] | None = None
         """Interrupted step (raised after a post) or call outside steps (lost a rank), with its error."""
-        self._first_tag = number % _SESSIONS * 2 * TAGS
 
     def enter(self, t: int) -> None:
         """Begin a step; raise RuntimeError if an earlier one was cut short."""
@@ -170,7 +164,7 @@ class Session:
         """Record an operator's call; return it and, if another rank was at another step, that rank and step."""
         self.calls = calls = self.calls + 1
         step = self.at if self.is_running else t
-        call = Call(what, calls, step, calls - self.before, local, tag=step % TAGS + self._first_tag)
+        call = Call(what, calls, step, calls - self.before, local)
         is_compared = calls % _EVERY == 0 or calls & (calls - 1) == 0
         return call, self.board.other(calls, step) if is_compared else None
 
