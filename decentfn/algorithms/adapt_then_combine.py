@@ -18,8 +18,6 @@ from torch import Tensor
 from decentfn import kit
 from decentfn.algorithms.outer import no_weight
 from decentfn.comm import collectives
-from decentfn.core.trees import PyTree
-from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
@@ -37,10 +35,10 @@ class Memory(NamedTuple):
 def adapt_then_combine(
     loss_fn: kit.LossFn,
     optimizer: Any,
-    topology: Topology,
+    topology: kit.Topology,
     *,
     gossip_rounds: int = 1,
-    weight: Callable[[PyTree], Tensor] | None = None,
+    weight: Callable[[kit.PyTree], Tensor] | None = None,
     **options: Unpack[kit.Options],
 ) -> kit.Algorithm:
     """Update, then mix the updated parameters.
@@ -80,7 +78,7 @@ def adapt_then_combine(
         x = kit.cast_like(kit.divide(mixed, torch.where(total != 0, total, torch.ones_like(total))), y)
         return kit.where(has_mixed, x, y), Memory(torch.where(has_mixed, torch.zeros_like(w), w))
 
-    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+    def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x = state.params
         g, local = worker.gradient(x, state.local, batch, t, weight=weigh)
         u, local = worker.update(g.grads, g, local, x)

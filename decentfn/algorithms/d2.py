@@ -31,8 +31,7 @@ from torch import Tensor
 
 from decentfn import kit
 from decentfn.comm import gossip
-from decentfn.core.trees import PyTree
-from decentfn.topologies import Topology, mixing_matrix
+from decentfn.topologies import mixing_matrix
 
 
 class Memory(NamedTuple):
@@ -43,7 +42,7 @@ class Memory(NamedTuple):
 
 
 @kit.algorithm
-def d2(loss_fn: kit.LossFn, optimizer: Any, topology: Topology, **options: Unpack[kit.Options]) -> kit.Algorithm:
+def d2(loss_fn: kit.LossFn, optimizer: Any, topology: kit.Topology, **options: Unpack[kit.Options]) -> kit.Algorithm:
     """Adapt then combine, corrected by the last step's change; heterogeneous data leave no bias.
 
     Nothing can be sent before the update, so only the messages of the last buckets overlap with computation.
@@ -65,7 +64,7 @@ def d2(loss_fn: kit.LossFn, optimizer: Any, topology: Topology, **options: Unpac
     kit.require_doubly_stochastic("d2", topology)
     require_stable(topology)
 
-    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+    def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x, (c,) = state.params, state.memory
         g, local = worker.gradient(x, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, x)
@@ -78,7 +77,7 @@ def d2(loss_fn: kit.LossFn, optimizer: Any, topology: Topology, **options: Unpac
     return worker.algorithm(step, Memory.restart)
 
 
-def require_stable(topology: Topology, tolerance: float = 1e-9) -> None:
+def require_stable(topology: kit.Topology, tolerance: float = 1e-9) -> None:
     """Raise ValueError unless D² without gradients stays bounded on `topology`."""
     way_out = "use exact_diffusion, which is D² on (I + W)/2, or a topology such as 'static-ring'"
     if topology.cycle is None or topology.start:

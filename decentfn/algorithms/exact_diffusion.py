@@ -22,8 +22,6 @@ from torch import Tensor
 
 from decentfn import kit
 from decentfn.comm import gossip
-from decentfn.core.trees import PyTree
-from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
@@ -35,7 +33,7 @@ class Memory(NamedTuple):
 
 @kit.algorithm
 def exact_diffusion(
-    loss_fn: kit.LossFn, optimizer: Any, topology: Topology, **options: Unpack[kit.Options]
+    loss_fn: kit.LossFn, optimizer: Any, topology: kit.Topology, **options: Unpack[kit.Options]
 ) -> kit.Algorithm:
     """Adapt, correct, then combine; the correction removes the bias of adapt-then-combine.
 
@@ -57,10 +55,10 @@ def exact_diffusion(
     return corrected(worker)
 
 
-def corrected(worker: kit.Worker, schedule: Topology | None = None) -> kit.Algorithm:
+def corrected(worker: kit.Worker, schedule: kit.Topology | None = None) -> kit.Algorithm:
     """Return exact diffusion, whose rounds are those of `schedule`; None: of the worker's own topology."""
 
-    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+    def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x, (c,) = state.params, state.memory
         g, local = worker.gradient(x, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, x)

@@ -23,8 +23,6 @@ from torch import Tensor
 
 from decentfn import kit
 from decentfn.comm import gossip
-from decentfn.core.trees import PyTree
-from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
@@ -35,7 +33,7 @@ class Memory(NamedTuple):
 
 
 @kit.algorithm
-def extra(loss_fn: kit.LossFn, optimizer: Any, topology: Topology, **options: Unpack[kit.Options]) -> kit.Algorithm:
+def extra(loss_fn: kit.LossFn, optimizer: Any, topology: kit.Topology, **options: Unpack[kit.Options]) -> kit.Algorithm:
     """Mix and descend; the sum of past disagreement cancels the bias.
 
     Everything overlaps: x is posted before the forward pass and needed after the backward pass.
@@ -53,7 +51,7 @@ def extra(loss_fn: kit.LossFn, optimizer: Any, topology: Topology, **options: Un
     worker = kit.Worker(loss_fn, optimizer, topology, shows_mix=True, **options)
     kit.require_static_symmetric("extra", topology)
 
-    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+    def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x, (p,) = state.params, state.memory
         posted = worker.post(x, t)
         g, local = worker.gradient(x, state.local, batch, t, after=posted)

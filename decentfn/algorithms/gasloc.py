@@ -24,9 +24,7 @@ from torch import Tensor
 
 from decentfn import kit
 from decentfn.algorithms.outer import Feedback, cleared, local_steps, mix_with_peers, no_error, peers, progress
-from decentfn.compressors import Compressor
 from decentfn.core.numbers import real, require
-from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
@@ -46,14 +44,14 @@ class Memory(NamedTuple):
 def gasloc(
     loss_fn: kit.LossFn,
     optimizer: Any,
-    topology: Topology,
+    topology: kit.Topology,
     *,
     inner_steps: int | list[int] | tuple[int, ...] = 50,
     outer_learning_rate: float = 0.3,
     outer_momentum: float = 0.7,
     gossip_step: float = 0.6,
     gossip_rounds: int = 1,
-    compressor: Compressor | None = None,
+    compressor: kit.Compressor | None = None,
     error_decay: float = 1.0,
     **options: Unpack[kit.Options],
 ) -> kit.Algorithm:

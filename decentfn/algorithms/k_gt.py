@@ -21,7 +21,6 @@ from torch import Tensor
 from decentfn import kit
 from decentfn.algorithms.outer import after_steps, local_steps, progress
 from decentfn.comm import gossip
-from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
@@ -41,7 +40,7 @@ class Memory(NamedTuple):
 def k_gt(
     loss_fn: kit.LossFn,
     optimizer: Any,
-    topology: Topology,
+    topology: kit.Topology,
     *,
     inner_steps: int = 10,
     outer_learning_rate: float = 1.0,

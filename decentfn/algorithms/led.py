@@ -21,7 +21,6 @@ from decentfn import kit
 from decentfn.algorithms.outer import after_steps, local_steps
 from decentfn.comm import gossip
 from decentfn.core.numbers import real, require
-from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
@@ -41,7 +40,7 @@ class Memory(NamedTuple):
 def led(
     loss_fn: kit.LossFn,
     optimizer: Any,
-    topology: Topology,
+    topology: kit.Topology,
     *,
     inner_steps: int = 10,
     beta: float | None = None,

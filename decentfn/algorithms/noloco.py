@@ -21,8 +21,6 @@ from torch import Tensor
 
 from decentfn import kit
 from decentfn.algorithms.outer import Feedback, cleared, local_steps, mix_with_peers, no_error, peers, progress
-from decentfn.compressors import Compressor
-from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
@@ -42,14 +40,14 @@ class Memory(NamedTuple):
 def noloco(
     loss_fn: kit.LossFn,
     optimizer: Any,
-    topology: Topology,
+    topology: kit.Topology,
     *,
     inner_steps: int = 50,
     alpha: float = 0.5,
     beta: float = 0.7,
     gamma: float = 0.7,
     gossip_rounds: int = 1,
-    compressor: Compressor | None = None,
+    compressor: kit.Compressor | None = None,
     error_decay: float = 1.0,
     **options: Unpack[kit.Options],
 ) -> kit.Algorithm:

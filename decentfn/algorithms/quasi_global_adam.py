@@ -22,8 +22,6 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.core.trees import PyTree
-from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
@@ -44,7 +42,7 @@ class Memory(NamedTuple):
 def quasi_global_adam(
     loss_fn: kit.LossFn,
     optimizer: Any,
-    topology: Topology,
+    topology: kit.Topology,
     *,
     b1: float = 0.9,
     b2: float = 0.999,
@@ -77,7 +75,7 @@ def quasi_global_adam(
             f"quasi_global_adam(b1={b1}, b2={b2}): the bias correction divides by 1 - βᵏ, so both must be below 1."
         )
 
-    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+    def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x, (m, v, count) = state.params, state.memory
         k = (count + 1).to(torch.float64)
         first, second = kit.once(1 - b1**k), kit.once(1 - b2**k)

@@ -18,11 +18,9 @@ from torch import Tensor
 
 from decentfn import kit
 from decentfn.algorithms.outer import Feedback, after_steps, cleared, progress
-from decentfn.compressors import Compressor
 from decentfn.core import trees
-from decentfn.core.trees import PyTree
 from decentfn.optim.transforms.basic import Scalar
-from decentfn.topologies import Topology, paused
+from decentfn.topologies import paused
 
 
 class Memory(NamedTuple):
@@ -42,13 +40,13 @@ class Memory(NamedTuple):
 def slowmo(
     loss_fn: kit.LossFn,
     optimizer: Any,
-    topology: Topology,
+    topology: kit.Topology,
     *,
     inner_steps: int = 12,
     alpha: float = 1.0,
     beta: float = 0.7,
     learning_rate: Scalar = 1.0,
-    compressor: Compressor | None = None,
+    compressor: kit.Compressor | None = None,
     error_decay: float = 1.0,
     **options: Unpack[kit.Options],
 ) -> kit.Algorithm:
@@ -87,7 +85,7 @@ def slowmo(
     outer = after_steps(inner_steps, worker.everyone if feedback is None else feedback.everyone)
     inner = paused(topology, outer)
 
-    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+    def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         eta = kit.at(rate, t, state.params)
         per_eta = kit.reciprocal(eta)
         x, (x0, u, error) = state.params, state.memory

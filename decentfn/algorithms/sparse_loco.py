@@ -21,8 +21,7 @@ from torch import Tensor
 from decentfn import kit
 from decentfn.algorithms.outer import Feedback, after_steps, local_steps, progress
 from decentfn.comm.gossip.compressed import sum_compressed
-from decentfn.compressors import Compressor, chunk_top_k
-from decentfn.topologies import Topology
+from decentfn.compressors import chunk_top_k
 
 
 class Memory(NamedTuple):
@@ -42,12 +41,12 @@ class Memory(NamedTuple):
 def sparse_loco(
     loss_fn: kit.LossFn,
     optimizer: Any,
-    topology: Topology,
+    topology: kit.Topology,
     *,
     inner_steps: int = 30,
     outer_learning_rate: float = 1.0,
     decay: float = 0.95,
-    compressor: Compressor | None = None,
+    compressor: kit.Compressor | None = None,
     **options: Unpack[kit.Options],
 ) -> kit.Algorithm:
     """Train locally for H steps, then move the common parameters along the mean of the compressed progress.

@@ -18,15 +18,13 @@ from decentfn import kit
 from decentfn.compressors.sparse import spread
 from decentfn.core.buckets import loose
 from decentfn.core.numbers import require
-from decentfn.core.trees import PyTree
-from decentfn.topologies import Topology
 
 
 @kit.algorithm
 def sparta(
     loss_fn: kit.LossFn,
     optimizer: Any,
-    topology: Topology,
+    topology: kit.Topology,
     *,
     fraction: float = 0.005,
     seed: int = 0,
@@ -59,7 +57,7 @@ def sparta(
         pairs = enumerate(zip(counts, x, strict=True))
         return [spread(seed, t, i, count, b.shape[0], everyone) for i, (count, b) in pairs]
 
-    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+    def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         g, local = worker.gradient(state.params, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, state.params)
         x = kit.add(state.params, u)
