@@ -79,17 +79,10 @@ def answered(connect: Callable[[], _Made], timeout: timedelta) -> _Made:
     try:
         return made.result(min(timeout.total_seconds() + _SLACK_S, threading.TIMEOUT_MAX))
     except TimeoutError:
-        try:
-            socket.getaddrinfo(os.environ.get("MASTER_ADDR"), None)
-        except OSError as error:
-            raise ExchangeTimeout(
-                f"init(timeout={timeout}) with MASTER_ADDR={os.environ.get('MASTER_ADDR')}: this machine finds no address for that "
-                f"name ({brief_error(error)}); write the IP address of rank 0, or a name that every machine knows."
-            ) from None
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise ExchangeTimeout(
-            f"init(timeout={timeout}): {place} accepts connections, but does not answer as a store does; is the port in "
-            "use by another program, or a proxy?"
+            f"init(timeout={timeout}): nothing at {place} answers as a store does; does this machine know that name, and is "
+            "the port in use by another program, or a proxy?"
         ) from None
 
 

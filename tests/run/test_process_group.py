@@ -84,7 +84,7 @@ def test_a_store_that_does_not_answer_is_named(environment):
 def test_a_port_that_accepts_and_is_silent_ends_in_time(environment):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         environment(TORCHRUN | {"RANK": "1", "MASTER_PORT": str(silent.getsockname()[1])})
-        with pytest.raises(df.errors.ExchangeTimeout, match=r"127.0.0.1:\d+ accepts connections, but does not answer"):
+        with pytest.raises(df.errors.ExchangeTimeout, match=r"nothing at 127.0.0.1:\d+ answers as a store does"):
             df.init(timeout=1)
 
 
@@ -106,22 +106,6 @@ def test_where_init_process_groups_arguments_go_is_said(environment):
         TypeError, match=r"init\(init_method=...\): there is no such argument; there are backend, timeout"
     ):
         df.init(init_method="tcp://localhost:29500")
-
-
-@pytest.mark.parametrize("variables", [{}, TORCHRUN])
-@pytest.mark.parametrize(
-    ("backend", "said"),
-    [
-        ("mpi", r"MPI ignores timeouts.*leave backend out"),
-        ("cpu:mpi,cuda:nccl", r"MPI ignores timeouts"),
-        ("nlcc", r"there is no 'nlcc'; leave backend out, or take one of gloo, nccl"),
-        (3, r"there is no 3"),
-    ],
-)
-def test_a_backend_that_cannot_work_is_refused_at_once(environment, variables, backend, said):
-    environment(variables)
-    with pytest.raises(ValueError, match=rf"init\(backend=.*{said}"):
-        df.init(backend=backend)
 
 
 def test_a_group_of_mpi_is_refused_before_anything_is_sent(monkeypatch):
