@@ -37,15 +37,11 @@ class Memory(NamedTuple):
 
     copy: kit.Buckets  # x̃
     averaged = ("copy",)  # over the workers, by df.resize
-
-    @classmethod
-    def restart(cls, x: kit.Buckets) -> Memory:
-        """Take `x` as the second copy."""
-        return cls(kit.copy_wide(x))
+    restart = kit.restarting("copy")
 
     def without_lost(self, x: kit.Buckets, mean: Callable[[kit.Buckets], kit.Buckets]) -> Memory:
         """Start the copy anew: the mean of those that are left would differ from that of x, and pull it along."""
-        return self.restart(x)
+        return Memory(kit.copy_wide(x))
 
 
 @kit.algorithm
@@ -98,7 +94,7 @@ def a2cid2(
         x = kit.repaired(posted, kit.each(lambda x, pull, u: (x + pull + u).to(x.dtype), x, pull, u))
         return kit.State(x, local, Memory(copy)), g.metrics
 
-    return worker.algorithm(step, Memory.restart)
+    return worker.algorithm(step, lambda x: Memory(kit.copy_wide(x)))
 
 
 def rates(topology: kit.Topology) -> tuple[float, float]:

@@ -25,10 +25,7 @@ class Memory(NamedTuple):
 
     weight: Tensor  # 0-d: this worker's since it mixed last
     averaged = ("weight",)  # over the workers, by df.resize
-
-    def restart(self, x: kit.Buckets) -> Memory:
-        """Count the weight from 0."""
-        return Memory(torch.zeros_like(self.weight))
+    restart = kit.restarting()
 
 
 @kit.algorithm

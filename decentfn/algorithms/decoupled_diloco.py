@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.outer import Feedback, Fragments, cleared, mean_compressed, no_weight, progress
+from decentfn.algorithms.outer import Feedback, Fragments, mean_compressed, no_weight, progress
 from decentfn.comm import collectives, gossip
 from decentfn.core import buckets, numbers
 from decentfn.gradient.loss import takes
@@ -41,10 +41,7 @@ class Memory(NamedTuple):
     steps: Tensor  # [P], its steps with tokens since then
     error: kit.Buckets | None = None  # error of compressed progress; None without a compressor
     averaged = ("phi", "b", "tokens", "steps", "error")  # over the workers, by df.resize
-
-    def restart(self, x: kit.Buckets) -> Memory:
-        """Take `x` as outer parameters; reset the outer momentum and the counts."""
-        return Memory(kit.copy_wide(x), *cleared(self[1:]))
+    restart = kit.restarting("phi")
 
 
 @kit.algorithm

@@ -30,10 +30,7 @@ class Memory(NamedTuple):
     v: kit.Buckets  # tracker of the mean momentum
     m: kit.Buckets  # this worker's own momentum
     started: Tensor  # 0-d bool: a step was taken
-
-    def restart(self, x: kit.Buckets) -> Memory:
-        """Reset momentum and tracker."""
-        return trees.map(torch.zeros_like, self)
+    restart = kit.restarting()
 
 
 @kit.algorithm

@@ -38,10 +38,7 @@ class Memory(NamedTuple):
     weight: Tensor | None = None  # 0-d: this worker's weight since the last outer step; None if all are equal
     error: kit.Buckets | None = None  # e; None without a compressor
     averaged = ("phi", "b", "weight", "error")  # over the workers, by df.resize
-
-    def restart(self, x: kit.Buckets) -> Memory:
-        """Take `x` as outer parameters and reset the outer momentum and the error."""
-        return Memory(kit.copy_wide(x), *outer_steps.cleared(self[1:]))
+    restart = kit.restarting("phi")
 
 
 @kit.algorithm

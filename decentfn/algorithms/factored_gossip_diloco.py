@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Unpack
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.outer import after_steps, cleared, local_steps, progress, require_outer
+from decentfn.algorithms.outer import after_steps, local_steps, progress, require_outer
 from decentfn.optim.transforms import sgd
 from decentfn.topologies import nth_round
 
@@ -29,10 +29,7 @@ class Memory(NamedTuple):
     phi: kit.Buckets  # parameters at the start of the round
     opt: kit.PyTree  # state of the outer optimizer
     averaged = ("phi", "opt")  # over the workers, by df.resize
-
-    def restart(self, x: kit.Buckets) -> Memory:
-        """Start a round at `x` and set the state of the outer optimizer to 0, except for its learning rate."""
-        return Memory(kit.copy_wide(x), cleared(self.opt))
+    restart = kit.restarting("phi")
 
 
 @kit.algorithm

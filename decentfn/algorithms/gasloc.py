@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Unpack
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.outer import Feedback, cleared, local_steps, mix_with_peers, no_error, peers, progress
+from decentfn.algorithms.outer import Feedback, local_steps, mix_with_peers, no_error, peers, progress
 from decentfn.core.numbers import real, require
 
 
@@ -34,10 +34,7 @@ class Memory(NamedTuple):
     y: kit.Buckets  # end point of the last round
     error: kit.Buckets | None = None  # error of compressed payloads; None without a compressor
     averaged = ("phi", "y")  # over the workers, by df.resize
-
-    def restart(self, x: kit.Buckets) -> Memory:
-        """Start a round at `x`, without momentum."""
-        return Memory(kit.copy_wide(x), kit.copy_wide(x), cleared(self.error))
+    restart = kit.restarting("phi", "y")
 
 
 @kit.algorithm

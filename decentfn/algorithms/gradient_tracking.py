@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.core import trees
 from decentfn.topologies import later
 
 
@@ -38,10 +37,7 @@ class Memory(NamedTuple):
     y: kit.Buckets  # the tracked gradient
     g: kit.Buckets  # this worker's own gradient
     started: Tensor | None  # 0-d bool: a step was taken; only form="atc" needs it
-
-    def restart(self, x: kit.Buckets) -> Memory:
-        """Reset the tracker."""
-        return trees.map(torch.zeros_like, self)
+    restart = kit.restarting()
 
 
 @kit.algorithm

@@ -29,11 +29,7 @@ class Memory(NamedTuple):
     phi: kit.Buckets  # parameters at the start of the round
     c: kit.Buckets  # correction of a step, whose mean over the workers is 0
     averaged = ("phi",)  # over the workers, by df.resize
-
-    @classmethod
-    def restart(cls, x: kit.Buckets) -> Memory:
-        """Start a round at `x`, without a correction."""
-        return cls(kit.copy_wide(x), kit.zeros_like(x))
+    restart = kit.restarting("phi")
 
 
 @kit.algorithm
@@ -83,4 +79,4 @@ def k_gt(
         return phi, Memory(phi, c)
 
     step = local_steps(worker, schedule, outer, correction=lambda memory, t: memory.c)
-    return worker.algorithm(step, Memory.restart, schedules=(schedule,))
+    return worker.algorithm(step, lambda x: Memory(kit.copy_wide(x), kit.zeros_like(x)), schedules=(schedule,))

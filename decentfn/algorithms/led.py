@@ -29,11 +29,7 @@ class Memory(NamedTuple):
     phi: kit.Buckets  # parameters at the start of the round
     y: kit.Buckets  # correction, whose mean over the workers is 0
     averaged = ("phi",)  # over the workers, by df.resize
-
-    @classmethod
-    def restart(cls, x: kit.Buckets) -> Memory:
-        """Start a round at `x`, without a correction."""
-        return cls(kit.copy_wide(x), kit.zeros_like(x))
+    restart = kit.restarting("phi")
 
 
 @kit.algorithm
@@ -90,4 +86,4 @@ def led(
         return x, Memory(x, kit.each(torch.sub, memory.y, pull))
 
     step = local_steps(worker, schedule, outer, correction=correction)
-    return worker.algorithm(step, Memory.restart, schedules=(schedule,))
+    return worker.algorithm(step, lambda x: Memory(kit.copy_wide(x), kit.zeros_like(x)), schedules=(schedule,))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.outer import Feedback, cleared, local_steps, mix_with_peers, no_error, peers, progress
+from decentfn.algorithms.outer import Feedback, local_steps, mix_with_peers, no_error, peers, progress
 
 
 class Memory(NamedTuple):
@@ -30,10 +30,7 @@ class Memory(NamedTuple):
     b: kit.Buckets  # outer momentum, likewise
     error: kit.Buckets | None = None  # error of compressed payloads; None without a compressor
     averaged = ("phi", "b")  # over the workers, by df.resize
-
-    def restart(self, x: kit.Buckets) -> Memory:
-        """Take `x` as slow parameters and reset the outer momentum."""
-        return Memory(kit.copy_wide(x), *cleared(self[1:]))
+    restart = kit.restarting("phi")
 
 
 @kit.algorithm

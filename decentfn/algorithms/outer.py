@@ -27,7 +27,6 @@ from decentfn.core import trees
 from decentfn.core.buckets import loose
 from decentfn.core.numbers import require
 from decentfn.core.scalars import Numbers
-from decentfn.optim.transforms import RateState
 from decentfn.optim.transforms.transform import require_descent, require_pair, wants_mix
 from decentfn.topologies import every, later
 
@@ -192,11 +191,6 @@ def no_weight(x: kit.Buckets, *shape: int) -> Tensor:
     """Return zeros of this shape, to count tokens in: float32, or float64 if any of the parameters are."""
     dtype = functools.reduce(torch.promote_types, [kit.wide(b.dtype) for b in x])
     return torch.zeros(shape, dtype=dtype, device=x[0].device)
-
-
-def cleared(memory: Any) -> Any:
-    """Return zeros in place of an outer step's memory, except for learning rates, which the outer optimizer keeps."""
-    return trees.map_nodes(RateState, lambda zero, rate: rate, trees.map(torch.zeros_like, memory), memory)
 
 
 def require_outer(call: str, outer_optimizer: Any) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.outer import Feedback, after_steps, cleared, progress
+from decentfn.algorithms.outer import Feedback, after_steps, progress
 from decentfn.core import trees
 from decentfn.optim.transforms.basic import Scalar
 from decentfn.topologies import paused
@@ -30,10 +30,7 @@ class Memory(NamedTuple):
     u: kit.Buckets  # slow momentum, in units of a gradient (of an update if learning_rate is 1)
     error: kit.Buckets | None = None  # error of compressed progress; None without a compressor
     averaged = ("x0", "u", "error")  # over the workers, by df.resize
-
-    def restart(self, x: kit.Buckets) -> Memory:
-        """Take `x` as slow parameters and reset the slow momentum."""
-        return Memory(kit.copy_wide(x), *cleared(self[1:]))
+    restart = kit.restarting("x0")
 
 
 @kit.algorithm

@@ -30,11 +30,7 @@ class Memory(NamedTuple):
     phi: kit.Buckets  # outer parameters, the same on all workers
     error: kit.Buckets  # e
     averaged = ("phi", "error")  # over the workers, by df.resize
-
-    @classmethod
-    def restart(cls, x: kit.Buckets) -> Memory:
-        """Take `x` as outer parameters and reset the error."""
-        return cls(kit.copy_wide(x), kit.zeros_like(x))
+    restart = kit.restarting("phi")
 
 
 @kit.algorithm
@@ -90,5 +86,9 @@ def sparse_loco(
 
     step = local_steps(worker, schedule, outer)
     return worker.algorithm(
-        step, Memory.restart, topology=worker.everyone, schedules=(schedule,), must_equal=("params",)
+        step,
+        lambda x: Memory(kit.copy_wide(x), kit.zeros_like(x)),
+        topology=worker.everyone,
+        schedules=(schedule,),
+        must_equal=("params",),
     )

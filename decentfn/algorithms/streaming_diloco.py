@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.outer import Feedback, Fragments, cleared, mean_compressed, outer_gradient, progress, to_send
+from decentfn.algorithms.outer import Feedback, Fragments, mean_compressed, outer_gradient, progress, to_send
 from decentfn.comm import gossip
 from decentfn.comm.gossip.compressed import Compressed
 from decentfn.core.buckets import loose
@@ -34,10 +34,7 @@ class Memory(NamedTuple):
     waits: Tensor | None  # [P] bool: fragments of which one does; None if delay <= 1
     error: kit.Buckets | None = None  # error of compressed progress; None without a compressor
     averaged = ("phi", "b", "delta", "waits", "error")  # over the workers, by df.resize
-
-    def restart(self, x: kit.Buckets) -> Memory:
-        """Take `x` as outer parameters; reset the outer momentum, and drop outer gradients that wait."""
-        return Memory(kit.copy_wide(x), *cleared(self[1:]))
+    restart = kit.restarting("phi")
 
 
 @kit.algorithm

@@ -55,7 +55,7 @@ from decentfn.kit.preconditions import (
     require_static_symmetric,
     require_whole,
 )
-from decentfn.kit.state import Local, Metrics, State, zeroed
+from decentfn.kit.state import Local, Metrics, State, restarting, zeroed
 from decentfn.kit.step import Algorithm, Step
 from decentfn.kit.worker import Worker
 from decentfn.topologies import Topology
@@ -106,6 +106,7 @@ __all__ = [
     "require_static",
     "require_static_symmetric",
     "require_whole",
+    "restarting",
     "rests",
     "scale",
     "unless_bad",
