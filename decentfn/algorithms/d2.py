@@ -5,7 +5,9 @@
 
 with c^t = (x^t - x^{t-1}) - u^{t-1}, the last step's move by mixing and correction:
 
-    u = -η g;    x⁺ = W (x + u + c);    c⁺ = x⁺ - x - u = c + (W - I)(x + u + c);    c⁰ = 0
+    u = -η g;    x⁺ = W (x + u + c);    c⁺ = x⁺ - x - u = c + (W - I)(x + u + c);    c⁰ = 0,
+
+which is exact diffusion with W in place of (I + W)/2.
 
 Without gradients a mode of disagreement with W's eigenvalue λ moves by the roots z of z² = 2λz - λ. At the bound,
 λ = -1/3, they are 1/3 and -1: the mode changes its sign in every step and never shrinks, whether unequal starts,
@@ -30,7 +32,7 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.comm import gossip
+from decentfn.algorithms.exact_diffusion import corrected
 from decentfn.topologies import mixing_matrix
 
 
@@ -63,18 +65,7 @@ def d2(loss_fn: kit.LossFn, optimizer: Any, topology: kit.Topology, **options: U
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
     kit.require_doubly_stochastic("d2", topology)
     require_stable(topology)
-
-    def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
-        x, (c,) = state.params, state.memory
-        g, local = worker.gradient(x, state.local, batch, t)
-        u, local = worker.update(g.grads, g, local, x)
-        half = kit.each(lambda x, u, c: x.to(c.dtype) + u + c, x, u, c)
-        posted = worker.post(half, t)
-        pull, half = gossip.exact_difference(posted), kit.repaired(posted, half)  # (W - I)(x + u + c)
-        x_next = kit.each(lambda half, d, x: (half + d).to(x.dtype), half, pull, x)
-        return kit.State(x_next, local, Memory(kit.add(c, pull))), g.metrics
-
-    return worker.algorithm(step, Memory.restart)
+    return corrected(worker, Memory, gamma=1.0)
 
 
 def require_stable(topology: kit.Topology, tolerance: float = 1e-9) -> None:

@@ -52,11 +52,13 @@ def exact_diffusion(
     """
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
     kit.require_static_symmetric("exact_diffusion", topology)
-    return corrected(worker)
+    return corrected(worker, Memory)
 
 
-def corrected(worker: kit.Worker, schedule: kit.Topology | None = None) -> kit.Algorithm:
-    """Return exact diffusion, whose rounds are those of `schedule`; None: of the worker's own topology."""
+def corrected(
+    worker: kit.Worker, memory: type[Any], schedule: kit.Topology | None = None, gamma: float = 0.5
+) -> kit.Algorithm:
+    """Return exact diffusion for W̄ = (1 - γ) I + γ W, of the rounds of `schedule`; None: of the worker's own topology."""
 
     def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x, (c,) = state.params, state.memory
@@ -64,8 +66,8 @@ def corrected(worker: kit.Worker, schedule: kit.Topology | None = None) -> kit.A
         u, local = worker.update(g.grads, g, local, x)
         phi = kit.each(lambda x, u, c: x.to(c.dtype) + u + c, x, u, c)
         posted = worker.post(phi, t, schedule)
-        pull, phi = gossip.exact_difference(posted, gamma=0.5), kit.repaired(posted, phi)  # W̄ φ - φ
+        pull, phi = gossip.exact_difference(posted, gamma), kit.repaired(posted, phi)  # W̄ φ - φ
         x_next = kit.each(lambda phi, d, x: (phi + d).to(x.dtype), phi, pull, x)
-        return kit.State(x_next, local, Memory(kit.add(c, pull))), g.metrics
+        return kit.State(x_next, local, memory(kit.add(c, pull))), g.metrics
 
-    return worker.algorithm(step, Memory.restart)
+    return worker.algorithm(step, memory.restart)

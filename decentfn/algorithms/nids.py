@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any, Unpack
 
 from decentfn import kit
-from decentfn.algorithms.exact_diffusion import corrected
+from decentfn.algorithms.exact_diffusion import Memory, corrected
 from decentfn.topologies import later
 
 
@@ -36,4 +36,4 @@ def nids(loss_fn: kit.LossFn, optimizer: Any, topology: kit.Topology, **options:
     """
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
     kit.require_static_symmetric("nids", topology)
-    return corrected(worker, later(1, topology))
+    return corrected(worker, Memory, later(1, topology))
