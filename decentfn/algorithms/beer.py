@@ -52,7 +52,6 @@ def compressed_tracking(
     call: str, worker: kit.Worker, compressor: kit.Compressor, gamma: float, momentum: float
 ) -> kit.Algorithm:
     """Return BEER for m⁺ = (1 - λ) m + λ g⁺ in place of g⁺, λ = `momentum`; errors name the `call`."""
-    kit.require_doubly_stochastic(call, worker.topology)
     kit.require_static(call, worker.topology, "a worker keeps Σ_j W[i,j] (h_j - h) as one running sum", "deep_squeeze")
     neighbors = as_messages(worker.topology)
     rate, weight = kit.as_input(call, "gamma", gamma), kit.as_input(call, "momentum", momentum)

@@ -72,7 +72,6 @@ def choco_sgd(
     """
     kit.require_compressor("choco_sgd", compressor, gamma, options)
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
-    kit.require_doubly_stochastic("choco_sgd", topology)
     kit.require_static("choco_sgd", topology, "a worker keeps Σ_j W[i,j] (x̂_j - x̂) as one running sum", "deep_squeeze")
     neighbors, gamma_input = as_messages(topology), kit.as_input("choco_sgd", "gamma", gamma)
 

@@ -63,7 +63,6 @@ def k_gt(
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
     kit.require_whole("k_gt", inner_steps=inner_steps)
     kit.require_positive("k_gt", outer_learning_rate=outer_learning_rate)
-    kit.require_doubly_stochastic("k_gt", topology)
     rate, schedule = (
         kit.as_input("k_gt", "outer_learning_rate", outer_learning_rate),
         after_steps(inner_steps, topology),

@@ -48,7 +48,6 @@ def sparta(
         ValueError: p outside (0, 1], a push-sum topology.
     """
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
-    kit.require_doubly_stochastic("sparta", topology)
     require(0 < fraction <= 1, "sparta", "the fraction lies in (0, 1].", fraction=fraction)
 
     def places(x: kit.Buckets, t: Tensor) -> list[Tensor]:
