@@ -70,19 +70,13 @@ def noloco(
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
-        ValueError: H < 1, α outside [0, 1], β or γ not positive, a push-sum topology, or one that
-            has phases in which nothing is sent or on which disagreement grows (1,000 rounds without gradients are tried).
+        ValueError: H < 1, α outside [0, 1], β or γ not positive, a push-sum topology, or one on
+            which disagreement grows (1,000 rounds without gradients are tried).
     """
     worker = kit.Worker(loss_fn, optimizer, topology, gossip_rounds=gossip_rounds, **options)
     kit.require_whole("noloco", inner_steps=inner_steps)
     kit.require_fractions("noloco", alpha=alpha)
     kit.require_positive("noloco", beta=beta, gamma=gamma)
-    rounds = topology.steps(64) if topology.period and topology.num_workers > 1 else ()
-    if any((topology.round(k).weights[:, 0] == 1).all() for k in rounds):
-        raise ValueError(
-            f"noloco(topology={topology.name!r}): in some phases nothing is sent, but noloco itself waits "
-            "inner_steps between two rounds; pass the topology of the outer steps alone."
-        )
 
     def free(phi: Tensor, b: Tensor, mix: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         b = alpha * b + gamma * (mix(phi) - phi)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
+from decentfn.optim.transforms.optimizers import require_adam
 
 
 class Memory(NamedTuple):
@@ -68,12 +69,8 @@ def quasi_global_adam(
         ValueError: β₁ or β₂ outside [0, 1), a push-sum topology.
     """
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
-    kit.require_fractions("quasi_global_adam", b1=b1, b2=b2)
-    kit.require_positive("quasi_global_adam", eps=eps, gradient_weight=gradient_weight)
-    if b1 == 1 or b2 == 1:
-        raise ValueError(
-            f"quasi_global_adam(b1={b1}, b2={b2}): the bias correction divides by 1 - βᵏ, so both must be below 1."
-        )
+    require_adam("quasi_global_adam", b1, b2, eps)
+    kit.require_positive("quasi_global_adam", gradient_weight=gradient_weight)
 
     def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x, (m, v, count) = state.params, state.memory
