@@ -79,7 +79,7 @@ def init(
 
     Raises:
         ValueError: on all processes, S does not divide their number, or differs between them; the timeout is not
-            positive; torchrun's environment is incomplete, its port is in use, or another launcher (srun, mpirun) started
+            positive; torchrun's environment is incomplete, or another launcher (srun, mpirun) started
             several processes without it; NCCL was requested, and a rank has no GPU of its own; a group that exists has
             another backend, or another timeout from an earlier call; `join` in a process that has a group, without the
             store's address, or to a run on GPUs.

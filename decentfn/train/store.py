@@ -38,11 +38,8 @@ def store_of_run(timeout: timedelta) -> tuple[Store, int, int]:
             "WORLD_SIZE."
         ) from error
     except dist.DistNetworkError as error:
-        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
-            raise ValueError(
-                f"init() with {place}: address already in use: another run on this machine has this port; take another "
-                "one, or start with `torchrun --standalone`, which takes a free one."
-            ) from error
+        if "EADDRINUSE" in str(error):
+            raise
         raise ExchangeTimeout(
             f"init(timeout={timeout}) with {place}: the store of rank 0 does not answer ({brief_error(error)}); are both "
             "right, does rank 0 run, and is the port open?"
