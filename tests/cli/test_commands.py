@@ -77,7 +77,7 @@ def test_a_narrow_terminal_breaks_texts_and_no_number(capsys, monkeypatch):
         ),
         (("topology", "rnig", "-n", "4"), "nearest: ring"),
         (("topology", "one-peer-exp", "-n", "6"), "use 'base'"),
-        (("topology", "ring", "-n", "4", "--local-world-size", "2"), "no options of its own"),
+        (("topology", "ring", "-n", "4", "--local-world-size", "2"), "no such argument"),
         (("simulate", "ring", "-n", "4", "--steps", "0"), "steps"),
     ],
 )
