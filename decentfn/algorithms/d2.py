@@ -14,12 +14,11 @@ Without gradients a mode of disagreement with W's eigenvalue λ moves by the roo
 gradient noise or rounding excite it. 'static-ring' with an even number of workers and 'hypercube' with four have such a
 mode; start the workers equal there, or use exact_diffusion, whose roots are smaller than 1.
 
-c is a sum of differences: a rounding error in the workers' mean moves x in every later step. So two workers that hear
-each other round their difference to a few bits, which makes the sum exact. Measured without gradients on 'static-ring'
-with four workers (unequal starts persist) and with five, for |x| about 2, the mean of an element has moved after 100
-steps, and after 3,000 no further, by 7e-8 in float32, 7e-3 in bfloat16 and 7e-4 in float16 (rms; adapt_then_combine in
-float32: 1e-7). With float16 parameters around 0 and unequal starts that persist it still drifts, by 1e-5 per step. So
-it does where averages are taken in groups, in float32 on 'complete' with three workers by 1.4e-7 per step.
+c is an exact sum, as in exact_diffusion. Measured without gradients on 'static-ring' with four workers (unequal starts
+persist) and with five, for |x| about 2, the mean of an element has moved after 100 steps, and after 3,000 no further, by
+7e-8 in float32, 7e-3 in bfloat16 and 7e-4 in float16 (rms; adapt_then_combine in float32: 1e-7). With float16 parameters
+around 0 and unequal starts that persist it still drifts, by 1e-5 per step. So it does where averages are taken in groups,
+in float32 on 'complete' with three workers by 1.4e-7 per step.
 
 x: a worker's parameters; W: the mixing matrix of step t; g: its gradient at x; u: the optimizer's update.
 """
