@@ -33,6 +33,7 @@ ROOMS: list[tuple[str, str, ModuleType]] = [
 
 VALUES = {
     "LossFn": "`(params, batch) -> loss` or `(loss, aux)`; with buffers `(params, buffers, batch) -> (loss, (buffers, aux))`.",
+    "PyTree": "Any tree of tensors: lists, tuples and dicts of them, nested.",
     "PROMISES": "Every promise of the contract by name: functions of a `Subject`.",
     "mean_is_preserved": "The law of doubly stochastic mixing: without gradients the workers' mean stays.",
     "replicas_stay_equal": "The law of methods that average over everyone: all workers hold the same parameters.",

@@ -195,7 +195,7 @@ def ends(script, arguments, capsys):
         (["--topology", "nope"], "train_lm: topology('nope'): no such topology"),
         (
             ["--topology", "graph"],
-            "train_lm: --topology graph: topology('graph', 1): missing a required argument: 'graph'",
+            "train_lm: --topology graph: graph() missing 1 required keyword-only argument: 'graph'",
         ),
         (
             ["--topology", "ring", "--topology-args", "foo=1"],
@@ -350,7 +350,7 @@ def test_ranks_say_a_sentence_once():
             "digits: --device cuda: the processes compute on cpu; a GPU is needed for each",
         ),
         ("digits", ["--device", "tpu"], "invalid choice 'tpu'"),
-        ("digits", ["--topology", "hierarchical"], "digits: topology('hierarchical', 1): missing a required argument"),
+        ("digits", ["--topology", "hierarchical"], "digits: hierarchical() missing 1 required keyword-only argument"),
         ("digits", ["--simulate", "-1"], "digits: base(num_workers=-1)"),
         ("digits", ["--simulate", "2048"], "digits: fixed_shards(parts): part 1437"),
         ("heterogeneity", ["--methods", "foo"], "invalid choice 'foo'"),

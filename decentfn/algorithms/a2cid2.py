@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.core.trees import PyTree
-from decentfn.topologies import Topology, mixing_matrix
+from decentfn.topologies import mixing_matrix
 
 _SAMPLED = 256
 """Rounds from which the expected meetings of a random or long schedule are estimated."""
@@ -38,20 +37,21 @@ class Memory(NamedTuple):
 
     copy: kit.Buckets  # x̃
     averaged = ("copy",)  # over the workers, by df.resize
-
-    @classmethod
-    def restart(cls, x: kit.Buckets) -> Memory:
-        """Take `x` as the second copy."""
-        return cls(kit.copy_wide(x))
+    restart = kit.restarting("copy")
 
     def without_lost(self, x: kit.Buckets, mean: Callable[[kit.Buckets], kit.Buckets]) -> Memory:
         """Start the copy anew: the mean of those that are left would differ from that of x, and pull it along."""
-        return self.restart(x)
+        return Memory(kit.copy_wide(x))
 
 
 @kit.algorithm
 def a2cid2(
-    loss_fn: kit.LossFn, optimizer: Any, topology: Topology, *, eta: float | None = None, **options: Unpack[kit.Options]
+    loss_fn: kit.LossFn,
+    optimizer: Any,
+    topology: kit.Topology,
+    *,
+    eta: float | None = None,
+    **options: Unpack[kit.Options],
 ) -> kit.Algorithm:
     """Mix in pairs; a second copy of the parameters adds a momentum to the mixing.
 
@@ -80,7 +80,7 @@ def a2cid2(
     exchanged = kit.as_input("a2cid2", "eta", (1 - math.exp(-2 * rate)) / 2)
     strength = kit.as_input("a2cid2", "topology", 2 * alpha)
 
-    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+    def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x, (copy,) = state.params, state.memory
         share, factor = kit.at(exchanged, t, x), kit.at(strength, t, x)
         flow = kit.each(lambda x, copy: share * (copy - x), x, copy)
@@ -94,10 +94,10 @@ def a2cid2(
         x = kit.repaired(posted, kit.each(lambda x, pull, u: (x + pull + u).to(x.dtype), x, pull, u))
         return kit.State(x, local, Memory(copy)), g.metrics
 
-    return worker.algorithm(step, Memory.restart)
+    return worker.algorithm(step, lambda x: Memory(kit.copy_wide(x)))
 
 
-def rates(topology: Topology) -> tuple[float, float]:
+def rates(topology: kit.Topology) -> tuple[float, float]:
     """Return η̂ and α̃ of a schedule; raise ValueError unless pairs with weight 1/2 connect all workers."""
     n, rounds = topology.num_workers, min(topology.period or _SAMPLED, _SAMPLED)
     matrices = torch.stack([mixing_matrix(topology, t) for t in topology.steps(_SAMPLED)])

@@ -18,8 +18,6 @@ from torch import Tensor
 from decentfn import kit
 from decentfn.algorithms.outer import no_weight
 from decentfn.comm import collectives
-from decentfn.core.trees import PyTree
-from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
@@ -27,20 +25,17 @@ class Memory(NamedTuple):
 
     weight: Tensor  # 0-d: this worker's since it mixed last
     averaged = ("weight",)  # over the workers, by df.resize
-
-    def restart(self, x: kit.Buckets) -> Memory:
-        """Count the weight from 0."""
-        return Memory(torch.zeros_like(self.weight))
+    restart = kit.restarting()
 
 
 @kit.algorithm
 def adapt_then_combine(
     loss_fn: kit.LossFn,
     optimizer: Any,
-    topology: Topology,
+    topology: kit.Topology,
     *,
     gossip_rounds: int = 1,
-    weight: Callable[[PyTree], Tensor] | None = None,
+    weight: Callable[[kit.PyTree], Tensor] | None = None,
     **options: Unpack[kit.Options],
 ) -> kit.Algorithm:
     """Update, then mix the updated parameters.
@@ -80,7 +75,7 @@ def adapt_then_combine(
         x = kit.cast_like(kit.divide(mixed, torch.where(total != 0, total, torch.ones_like(total))), y)
         return kit.where(has_mixed, x, y), Memory(torch.where(has_mixed, torch.zeros_like(w), w))
 
-    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+    def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x = state.params
         g, local = worker.gradient(x, state.local, batch, t, weight=weigh)
         u, local = worker.update(g.grads, g, local, x)

@@ -16,15 +16,13 @@ from typing import Any, Literal, Unpack
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.core.trees import PyTree
-from decentfn.topologies import Topology
 
 
 @kit.algorithm
 def adapt_while_communicate(
     loss_fn: kit.LossFn,
     optimizer: Any,
-    topology: Topology,
+    topology: kit.Topology,
     *,
     gamma: float | Callable[[Tensor], Tensor] = 1.0,
     update_at: Literal["local", "mixed"] = "local",
@@ -52,7 +50,7 @@ def adapt_while_communicate(
 
     factor = kit.as_input("adapt_while_communicate", "gamma", gamma)
 
-    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+    def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x = state.params
         posted = worker.post(x, t)
         g, local = worker.gradient(x, state.local, batch, t, after=posted)

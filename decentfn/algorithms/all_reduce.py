@@ -14,17 +14,15 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.core.trees import PyTree
-from decentfn.topologies import Topology
 
 
 @kit.algorithm
 def all_reduce(
     loss_fn: kit.LossFn,
     optimizer: Any,
-    topology: Topology,
+    topology: kit.Topology,
     *,
-    weight: Callable[[PyTree], Tensor] | None = None,
+    weight: Callable[[kit.PyTree], Tensor] | None = None,
     **options: Unpack[kit.Options],
 ) -> kit.Algorithm:
     """Average the gradients over all workers, then update; all replicas stay identical.
@@ -46,7 +44,7 @@ def all_reduce(
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
     weigh = kit.as_weight("all_reduce", weight)
 
-    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+    def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x = state.params
         g, local = worker.gradient(x, state.local, batch, t, together=True, weight=weigh)
         mean = worker.mean(g.grads, t, weight=g.weight)

@@ -28,8 +28,6 @@ from torch import Tensor
 from decentfn import kit
 from decentfn.comm import collectives, gossip
 from decentfn.core.buckets import loose
-from decentfn.core.trees import PyTree
-from decentfn.topologies import Topology
 from decentfn.topologies import every as every_steps
 
 _CALL = "asynchronous_gradient_push"
@@ -51,7 +49,7 @@ class Memory(NamedTuple):
 
 @kit.algorithm
 def asynchronous_gradient_push(
-    loss_fn: kit.LossFn, optimizer: Any, topology: Topology, *, every: int = 1, **options: Unpack[kit.Options]
+    loss_fn: kit.LossFn, optimizer: Any, topology: kit.Topology, *, every: int = 1, **options: Unpack[kit.Options]
 ) -> kit.Algorithm:
     """Push-sum in which each worker takes its own steps, as fast as it can; `t` is the worker's own step.
 
@@ -89,7 +87,7 @@ def asynchronous_gradient_push(
     def _sent(z: kit.Buckets) -> list[Tensor]:
         return [gossip.narrow(b, plan.dtype, worker.wire_dtype) for b, plan in zip(z, z.plan.buckets, strict=True)]
 
-    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+    def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         z, (w, ring) = state.params, state.memory
         z, w = with_mail(z, w, *collectives.take(list(z), ring, schedule, t))
         g, local = worker.gradient(z, state.local, batch, t)
@@ -107,7 +105,7 @@ def asynchronous_gradient_push(
 
     made = worker.algorithm(step, start, topology=schedule, push_sum=True, own_steps=True, schedules=())
 
-    def init(params: PyTree, buffers: PyTree = None) -> kit.State:
+    def init(params: kit.PyTree, buffers: kit.PyTree = None) -> kit.State:
         state = made.init(params, buffers)
         collectives.open_mailbox(schedule, _sent(state.params))
         return state
@@ -121,7 +119,7 @@ def with_mail(z: kit.Buckets, w: Tensor, sums: list[Tensor], mass: Tensor) -> tu
     return kit.each(lambda b, s: (b + s / total.to(s.dtype)).to(b.dtype), z, kit.Buckets(sums, z.plan)), total
 
 
-def _check(topology: Topology, worker: kit.Worker) -> None:
+def _check(topology: kit.Topology, worker: kit.Worker) -> None:
     if topology.has_groups:
         raise ValueError(
             f"{_CALL}: {topology.name!r} averages in groups, for which all of a group wait; use a schedule of messages, such as "

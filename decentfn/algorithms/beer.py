@@ -24,9 +24,6 @@ from torch import Tensor
 
 from decentfn import kit
 from decentfn.comm.gossip.compressed import as_messages, no_sum, post_compressed, running_sum
-from decentfn.compressors import Compressor
-from decentfn.core.trees import PyTree
-from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
@@ -52,10 +49,9 @@ class Memory(NamedTuple):
 
 
 def compressed_tracking(
-    call: str, worker: kit.Worker, compressor: Compressor, gamma: float, momentum: float
+    call: str, worker: kit.Worker, compressor: kit.Compressor, gamma: float, momentum: float
 ) -> kit.Algorithm:
     """Return BEER for m⁺ = (1 - λ) m + λ g⁺ in place of g⁺, λ = `momentum`; errors name the `call`."""
-    kit.require_doubly_stochastic(call, worker.topology)
     kit.require_static(call, worker.topology, "a worker keeps Σ_j W[i,j] (h_j - h) as one running sum", "deep_squeeze")
     neighbors = as_messages(worker.topology)
     rate, weight = kit.as_input(call, "gamma", gamma), kit.as_input(call, "momentum", momentum)
@@ -64,7 +60,7 @@ def compressed_tracking(
         kit.require_contraction(call, compressor, x.plan)
         return Memory.restart(x)
 
-    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+    def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         v, m, h, pull_x, s, pull_v = state.memory
         x = kit.unless_bad(state.params, lambda: h)
         factor, share = kit.at(rate, t, x), kit.at(weight, t, x)
@@ -86,9 +82,9 @@ def compressed_tracking(
 def beer(
     loss_fn: kit.LossFn,
     optimizer: Any,
-    topology: Topology,
+    topology: kit.Topology,
     *,
-    compressor: Compressor,
+    compressor: kit.Compressor,
     gamma: float,
     **options: Unpack[kit.Options],
 ) -> kit.Algorithm:

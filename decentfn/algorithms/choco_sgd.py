@@ -23,9 +23,6 @@ from torch import Tensor
 
 from decentfn import kit
 from decentfn.comm.gossip.compressed import as_messages, no_sum, post_compressed, running_sum
-from decentfn.compressors import Compressor
-from decentfn.core.trees import PyTree
-from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
@@ -49,9 +46,9 @@ class Memory(NamedTuple):
 def choco_sgd(
     loss_fn: kit.LossFn,
     optimizer: Any,
-    topology: Topology,
+    topology: kit.Topology,
     *,
-    compressor: Compressor,
+    compressor: kit.Compressor,
     gamma: float,
     **options: Unpack[kit.Options],
 ) -> kit.Algorithm:
@@ -75,7 +72,6 @@ def choco_sgd(
     """
     kit.require_compressor("choco_sgd", compressor, gamma, options)
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
-    kit.require_doubly_stochastic("choco_sgd", topology)
     kit.require_static("choco_sgd", topology, "a worker keeps Σ_j W[i,j] (x̂_j - x̂) as one running sum", "deep_squeeze")
     neighbors, gamma_input = as_messages(topology), kit.as_input("choco_sgd", "gamma", gamma)
 
@@ -83,7 +79,7 @@ def choco_sgd(
         kit.require_contraction("choco_sgd", compressor, x.plan)
         return Memory.restart(x)
 
-    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+    def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x, (x_hat, pull) = state.params, state.memory
         g, local = worker.gradient(x, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, x)

@@ -20,16 +20,14 @@ from torch import Tensor
 
 from decentfn import kit
 from decentfn.comm.gossip.compressed import as_messages
-from decentfn.core.trees import PyTree
 from decentfn.optim.transforms import MixContext
-from decentfn.topologies import Topology
 
 
 @kit.algorithm
 def clipped_gossip(
     loss_fn: kit.LossFn,
     optimizer: Any,
-    topology: Topology,
+    topology: kit.Topology,
     *,
     tau: float | Callable[[Tensor], Tensor] | None = None,
     hostile: int = 1,
@@ -61,7 +59,7 @@ def clipped_gossip(
     neighbors = as_messages(topology)
     bound = None if tau is None else kit.as_input("clipped_gossip", "tau", tau)
 
-    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+    def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x = state.params
         g, local = worker.gradient(x, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, x)

@@ -24,9 +24,7 @@ from typing import Any, NamedTuple, Unpack
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.core.trees import PyTree
 from decentfn.optim.transforms.basic import Scalar
-from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
@@ -41,7 +39,7 @@ class Memory(NamedTuple):
 def decentlam(
     loss_fn: kit.LossFn,
     optimizer: Any,
-    topology: Topology,
+    topology: kit.Topology,
     *,
     beta: float = 0.9,
     learning_rate: Scalar = 1.0,
@@ -81,7 +79,7 @@ def decentlam(
     # Momentum returns r in the next steps: β r (1 - β) / β, β² r (1 - β) / β, ...
     repay = (1 - beta) / beta if beta else 0.0
 
-    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+    def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         eta = kit.at(rate, t, state.params)
         per_eta = kit.reciprocal(eta)
         x, (m,) = state.params, state.memory

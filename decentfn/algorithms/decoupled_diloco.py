@@ -26,13 +26,10 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.outer import Feedback, Fragments, cleared, mean_compressed, no_weight, progress
+from decentfn.algorithms.outer import Feedback, Fragments, mean_compressed, no_weight, progress
 from decentfn.comm import collectives, gossip
-from decentfn.compressors import Compressor
 from decentfn.core import buckets, numbers
-from decentfn.core.trees import PyTree
 from decentfn.gradient.loss import takes
-from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
@@ -44,26 +41,23 @@ class Memory(NamedTuple):
     steps: Tensor  # [P], its steps with tokens since then
     error: kit.Buckets | None = None  # error of compressed progress; None without a compressor
     averaged = ("phi", "b", "tokens", "steps", "error")  # over the workers, by df.resize
-
-    def restart(self, x: kit.Buckets) -> Memory:
-        """Take `x` as outer parameters; reset the outer momentum and the counts."""
-        return Memory(kit.copy_wide(x), *cleared(self[1:]))
+    restart = kit.restarting("phi")
 
 
 @kit.algorithm
 def decoupled_diloco(
     loss_fn: kit.LossFn,
     optimizer: Any,
-    topology: Topology,
+    topology: kit.Topology,
     *,
     inner_steps: int = 100,
     num_fragments: int = 4,
     quorum: int = 1,
     outer_learning_rate: float = 0.7,
     outer_momentum: float = 0.9,
-    weight: Callable[[PyTree], Tensor] | None = None,
+    weight: Callable[[kit.PyTree], Tensor] | None = None,
     arrives: Callable[[Tensor, Tensor], Tensor] | None = None,
-    compressor: Compressor | None = None,
+    compressor: kit.Compressor | None = None,
     error_decay: float = 1.0,
     **options: Unpack[kit.Options],
 ) -> kit.Algorithm:
@@ -155,7 +149,7 @@ def decoupled_diloco(
             means.append(gossip.mean(buckets.loose(sent), schedule, t))
         return kit.each(lambda mean, d: mean.to(d.dtype), fragments.join(means, delta.plan), delta), None
 
-    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+    def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         theta, (phi, b, tokens, steps, error) = state.params, state.memory
         g, local = worker.gradient(theta, state.local, batch, t, weight=weigh)
         u, local = worker.update(g.grads, g, local, theta)

@@ -21,9 +21,6 @@ from torch import Tensor
 
 from decentfn import kit
 from decentfn.comm.gossip.compressed import as_messages, difference_compressed, post_compressed
-from decentfn.compressors import Compressor
-from decentfn.core.trees import PyTree
-from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
@@ -37,9 +34,9 @@ class Memory(NamedTuple):
 def deep_squeeze(
     loss_fn: kit.LossFn,
     optimizer: Any,
-    topology: Topology,
+    topology: kit.Topology,
     *,
-    compressor: Compressor,
+    compressor: kit.Compressor,
     gamma: float,
     **options: Unpack[kit.Options],
 ) -> kit.Algorithm:
@@ -70,7 +67,7 @@ def deep_squeeze(
         kit.require_contraction("deep_squeeze", compressor, x.plan)
         return Memory.restart(x)
 
-    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+    def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x, (error,) = state.params, state.memory
         g, local = worker.gradient(x, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, x)

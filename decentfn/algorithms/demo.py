@@ -18,9 +18,7 @@ from torch import Tensor
 
 from decentfn import kit
 from decentfn.comm.gossip.compressed import all_to_all, post_compressed, sum_compressed
-from decentfn.compressors import Compressor, dct_top_k
-from decentfn.core.trees import PyTree
-from decentfn.topologies import Topology
+from decentfn.compressors import dct_top_k
 
 
 class Memory(NamedTuple):
@@ -35,13 +33,13 @@ class Memory(NamedTuple):
 def demo(
     loss_fn: kit.LossFn,
     optimizer: Any,
-    topology: Topology,
+    topology: kit.Topology,
     *,
     learning_rate: float | Callable[[Tensor], Tensor] = 1.0,
     decay: float = 0.999,
     k: int = 32,
     chunk: int = 64,
-    compressor: Compressor | None = None,
+    compressor: kit.Compressor | None = None,
     **options: Unpack[kit.Options],
 ) -> kit.Algorithm:
     """Send all workers the largest cosine components of the momentum, remove them, and step by the sign of their sum.
@@ -76,7 +74,7 @@ def demo(
         raise ValueError(f"demo(decay={decay}): κ is in [0, 1); the paper uses 0.999.")
     others = all_to_all(topology.num_workers)
 
-    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+    def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         theta, (delta,) = state.params, state.memory
         eta = kit.at(rate, t, theta)
         g, local = worker.gradient(theta, state.local, batch, t)

@@ -18,11 +18,10 @@ from torch import Tensor
 
 from decentfn import kit
 from decentfn.core import trees
-from decentfn.core.trees import PyTree
 from decentfn.optim.orthogonalize import orthogonalize
 from decentfn.optim.transforms import Transform
 from decentfn.optim.transforms.transform import by_leaf
-from decentfn.topologies import Topology, later
+from decentfn.topologies import later
 
 
 class Memory(NamedTuple):
@@ -31,17 +30,14 @@ class Memory(NamedTuple):
     v: kit.Buckets  # tracker of the mean momentum
     m: kit.Buckets  # this worker's own momentum
     started: Tensor  # 0-d bool: a step was taken
-
-    def restart(self, x: kit.Buckets) -> Memory:
-        """Reset momentum and tracker."""
-        return trees.map(torch.zeros_like, self)
+    restart = kit.restarting()
 
 
 @kit.algorithm
 def demuon(
     loss_fn: kit.LossFn,
     optimizer: Any,
-    topology: Topology,
+    topology: kit.Topology,
     *,
     momentum: float = 0.1,
     gossip_rounds: int = 1,
@@ -77,7 +73,7 @@ def demuon(
         msgn.init(x)
         return Memory(kit.zeros_like(x), kit.zeros_like(x), torch.zeros((), dtype=torch.bool, device=x[0].device))
 
-    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+    def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x, (v, m, started) = state.params, state.memory
         share = kit.at(weight, t, x)
         g, local = worker.gradient(x, state.local, batch, t)

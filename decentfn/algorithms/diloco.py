@@ -27,39 +27,33 @@ from torch import Tensor
 from decentfn import kit
 from decentfn.algorithms import outer as outer_steps
 from decentfn.algorithms.outer import outer_gradient, progress, to_send
-from decentfn.compressors import Compressor
 from decentfn.core.numbers import require
-from decentfn.core.trees import PyTree
-from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
     """Memory of one worker."""
 
     phi: kit.Buckets  # outer parameters, the same on all workers
-    b: PyTree  # outer momentum, likewise, or the outer optimizer's state
+    b: kit.PyTree  # outer momentum, likewise, or the outer optimizer's state
     weight: Tensor | None = None  # 0-d: this worker's weight since the last outer step; None if all are equal
     error: kit.Buckets | None = None  # e; None without a compressor
     averaged = ("phi", "b", "weight", "error")  # over the workers, by df.resize
-
-    def restart(self, x: kit.Buckets) -> Memory:
-        """Take `x` as outer parameters and reset the outer momentum and the error."""
-        return Memory(kit.copy_wide(x), *outer_steps.cleared(self[1:]))
+    restart = kit.restarting("phi")
 
 
 @kit.algorithm
 def diloco(
     loss_fn: kit.LossFn,
     optimizer: Any,
-    topology: Topology,
+    topology: kit.Topology,
     *,
     inner_steps: int = 500,
     outer_learning_rate: float = 0.7,
     outer_momentum: float = 0.9,
     outer_optimizer: Any = None,
-    compressor: Compressor | None = None,
+    compressor: kit.Compressor | None = None,
     error_decay: float = 1.0,
-    weight: Callable[[PyTree], Tensor] | None = None,
+    weight: Callable[[kit.PyTree], Tensor] | None = None,
     **options: Unpack[kit.Options],
 ) -> kit.Algorithm:
     """Train locally for H steps, then move the common parameters along the workers' mean progress.

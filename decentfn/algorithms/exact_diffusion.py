@@ -22,8 +22,6 @@ from torch import Tensor
 
 from decentfn import kit
 from decentfn.comm import gossip
-from decentfn.core.trees import PyTree
-from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
@@ -35,7 +33,7 @@ class Memory(NamedTuple):
 
 @kit.algorithm
 def exact_diffusion(
-    loss_fn: kit.LossFn, optimizer: Any, topology: Topology, **options: Unpack[kit.Options]
+    loss_fn: kit.LossFn, optimizer: Any, topology: kit.Topology, **options: Unpack[kit.Options]
 ) -> kit.Algorithm:
     """Adapt, correct, then combine; the correction removes the bias of adapt-then-combine.
 
@@ -54,20 +52,22 @@ def exact_diffusion(
     """
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
     kit.require_static_symmetric("exact_diffusion", topology)
-    return corrected(worker)
+    return corrected(worker, Memory)
 
 
-def corrected(worker: kit.Worker, schedule: Topology | None = None) -> kit.Algorithm:
-    """Return exact diffusion, whose rounds are those of `schedule`; None: of the worker's own topology."""
+def corrected(
+    worker: kit.Worker, memory: type[Any], schedule: kit.Topology | None = None, gamma: float = 0.5
+) -> kit.Algorithm:
+    """Return exact diffusion for W̄ = (1 - γ) I + γ W, of the rounds of `schedule`; None: of the worker's own topology."""
 
-    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+    def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x, (c,) = state.params, state.memory
         g, local = worker.gradient(x, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, x)
         phi = kit.each(lambda x, u, c: x.to(c.dtype) + u + c, x, u, c)
         posted = worker.post(phi, t, schedule)
-        pull, phi = gossip.exact_difference(posted, gamma=0.5), kit.repaired(posted, phi)  # W̄ φ - φ
+        pull, phi = gossip.exact_difference(posted, gamma), kit.repaired(posted, phi)  # W̄ φ - φ
         x_next = kit.each(lambda phi, d, x: (phi + d).to(x.dtype), phi, pull, x)
-        return kit.State(x_next, local, Memory(kit.add(c, pull))), g.metrics
+        return kit.State(x_next, local, memory(kit.add(c, pull))), g.metrics
 
-    return worker.algorithm(step, Memory.restart)
+    return worker.algorithm(step, memory.restart)

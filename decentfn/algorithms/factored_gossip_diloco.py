@@ -18,29 +18,25 @@ from typing import Any, NamedTuple, Unpack
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.outer import after_steps, cleared, local_steps, progress, require_outer
-from decentfn.core.trees import PyTree
+from decentfn.algorithms.outer import after_steps, local_steps, progress, require_outer
 from decentfn.optim.transforms import sgd
-from decentfn.topologies import Topology, nth_round
+from decentfn.topologies import nth_round
 
 
 class Memory(NamedTuple):
     """Memory of one worker."""
 
     phi: kit.Buckets  # parameters at the start of the round
-    opt: PyTree  # state of the outer optimizer
+    opt: kit.PyTree  # state of the outer optimizer
     averaged = ("phi", "opt")  # over the workers, by df.resize
-
-    def restart(self, x: kit.Buckets) -> Memory:
-        """Start a round at `x` and set the state of the outer optimizer to 0, except for its learning rate."""
-        return Memory(kit.copy_wide(x), cleared(self.opt))
+    restart = kit.restarting("phi")
 
 
 @kit.algorithm
 def factored_gossip_diloco(
     loss_fn: kit.LossFn,
     optimizer: Any,
-    topology: Topology,
+    topology: kit.Topology,
     *,
     inner_steps: int = 50,
     outer_optimizer: Any = None,

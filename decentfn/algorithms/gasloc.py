@@ -23,10 +23,8 @@ from typing import Any, NamedTuple, Unpack
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.outer import Feedback, cleared, local_steps, mix_with_peers, no_error, peers, progress
-from decentfn.compressors import Compressor
+from decentfn.algorithms.outer import Feedback, local_steps, mix_with_peers, no_error, peers, progress
 from decentfn.core.numbers import real, require
-from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
@@ -36,24 +34,21 @@ class Memory(NamedTuple):
     y: kit.Buckets  # end point of the last round
     error: kit.Buckets | None = None  # error of compressed payloads; None without a compressor
     averaged = ("phi", "y")  # over the workers, by df.resize
-
-    def restart(self, x: kit.Buckets) -> Memory:
-        """Start a round at `x`, without momentum."""
-        return Memory(kit.copy_wide(x), kit.copy_wide(x), cleared(self.error))
+    restart = kit.restarting("phi", "y")
 
 
 @kit.algorithm
 def gasloc(
     loss_fn: kit.LossFn,
     optimizer: Any,
-    topology: Topology,
+    topology: kit.Topology,
     *,
     inner_steps: int | list[int] | tuple[int, ...] = 50,
     outer_learning_rate: float = 0.3,
     outer_momentum: float = 0.7,
     gossip_step: float = 0.6,
     gossip_rounds: int = 1,
-    compressor: Compressor | None = None,
+    compressor: kit.Compressor | None = None,
     error_decay: float = 1.0,
     **options: Unpack[kit.Options],
 ) -> kit.Algorithm:

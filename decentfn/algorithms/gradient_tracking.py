@@ -28,9 +28,7 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.core import trees
-from decentfn.core.trees import PyTree
-from decentfn.topologies import Topology, later
+from decentfn.topologies import later
 
 
 class Memory(NamedTuple):
@@ -39,17 +37,14 @@ class Memory(NamedTuple):
     y: kit.Buckets  # the tracked gradient
     g: kit.Buckets  # this worker's own gradient
     started: Tensor | None  # 0-d bool: a step was taken; only form="atc" needs it
-
-    def restart(self, x: kit.Buckets) -> Memory:
-        """Reset the tracker."""
-        return trees.map(torch.zeros_like, self)
+    restart = kit.restarting()
 
 
 @kit.algorithm
 def gradient_tracking(
     loss_fn: kit.LossFn,
     optimizer: Any,
-    topology: Topology,
+    topology: kit.Topology,
     *,
     form: Literal["atc", "semi-atc", "awc"] = "atc",
     gossip_rounds: int = 1,
@@ -89,7 +84,7 @@ def gradient_tracking(
         started = torch.zeros((), dtype=torch.bool, device=x[0].device) if form == "atc" else None
         return Memory(kit.zeros_like(x), kit.zeros_like(x), started)
 
-    def atc(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+    def atc(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x, (y, g, started) = state.params, state.memory
         gradient, local = worker.gradient(x, state.local, batch, t)
         g_new = gradient.keep(kit.widen(gradient.grads), g)
@@ -100,7 +95,7 @@ def gradient_tracking(
             worker.mix(kit.add(x, u), t), local, Memory(y, g_new, torch.ones_like(started))
         ), gradient.metrics
 
-    def semi_atc(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+    def semi_atc(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x, (y, g, _) = state.params, state.memory
         y_posted = worker.post(y, t, late)
         gradient, local = worker.gradient(x, state.local, batch, t, after=y_posted)
@@ -109,7 +104,7 @@ def gradient_tracking(
         u, local = worker.update(kit.cast_like(y, x), gradient, local, x)
         return kit.State(worker.mix(kit.add(x, u), t), local, Memory(y, g_new, None)), gradient.metrics
 
-    def awc(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+    def awc(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x, (y, g, _) = state.params, state.memory
         y_posted, x_posted = worker.post(y, t, late), worker.post(x, t)
         gradient, local = worker.gradient(x, state.local, batch, t, after=(y_posted, x_posted))

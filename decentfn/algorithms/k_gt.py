@@ -21,7 +21,6 @@ from torch import Tensor
 from decentfn import kit
 from decentfn.algorithms.outer import after_steps, local_steps, progress
 from decentfn.comm import gossip
-from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
@@ -30,18 +29,14 @@ class Memory(NamedTuple):
     phi: kit.Buckets  # parameters at the start of the round
     c: kit.Buckets  # correction of a step, whose mean over the workers is 0
     averaged = ("phi",)  # over the workers, by df.resize
-
-    @classmethod
-    def restart(cls, x: kit.Buckets) -> Memory:
-        """Start a round at `x`, without a correction."""
-        return cls(kit.copy_wide(x), kit.zeros_like(x))
+    restart = kit.restarting("phi")
 
 
 @kit.algorithm
 def k_gt(
     loss_fn: kit.LossFn,
     optimizer: Any,
-    topology: Topology,
+    topology: kit.Topology,
     *,
     inner_steps: int = 10,
     outer_learning_rate: float = 1.0,
@@ -68,7 +63,6 @@ def k_gt(
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
     kit.require_whole("k_gt", inner_steps=inner_steps)
     kit.require_positive("k_gt", outer_learning_rate=outer_learning_rate)
-    kit.require_doubly_stochastic("k_gt", topology)
     rate, schedule = (
         kit.as_input("k_gt", "outer_learning_rate", outer_learning_rate),
         after_steps(inner_steps, topology),
@@ -84,4 +78,4 @@ def k_gt(
         return phi, Memory(phi, c)
 
     step = local_steps(worker, schedule, outer, correction=lambda memory, t: memory.c)
-    return worker.algorithm(step, Memory.restart, schedules=(schedule,))
+    return worker.algorithm(step, lambda x: Memory(kit.copy_wide(x), kit.zeros_like(x)), schedules=(schedule,))

@@ -21,7 +21,6 @@ from decentfn import kit
 from decentfn.algorithms.outer import after_steps, local_steps
 from decentfn.comm import gossip
 from decentfn.core.numbers import real, require
-from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
@@ -30,18 +29,14 @@ class Memory(NamedTuple):
     phi: kit.Buckets  # parameters at the start of the round
     y: kit.Buckets  # correction, whose mean over the workers is 0
     averaged = ("phi",)  # over the workers, by df.resize
-
-    @classmethod
-    def restart(cls, x: kit.Buckets) -> Memory:
-        """Start a round at `x`, without a correction."""
-        return cls(kit.copy_wide(x), kit.zeros_like(x))
+    restart = kit.restarting("phi")
 
 
 @kit.algorithm
 def led(
     loss_fn: kit.LossFn,
     optimizer: Any,
-    topology: Topology,
+    topology: kit.Topology,
     *,
     inner_steps: int = 10,
     beta: float | None = None,
@@ -91,4 +86,4 @@ def led(
         return x, Memory(x, kit.each(torch.sub, memory.y, pull))
 
     step = local_steps(worker, schedule, outer, correction=correction)
-    return worker.algorithm(step, Memory.restart, schedules=(schedule,))
+    return worker.algorithm(step, lambda x: Memory(kit.copy_wide(x), kit.zeros_like(x)), schedules=(schedule,))

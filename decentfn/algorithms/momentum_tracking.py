@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.core.trees import PyTree
-from decentfn.topologies import Topology, later
+from decentfn.topologies import later
 
 
 class Memory(NamedTuple):
@@ -41,7 +40,7 @@ class Memory(NamedTuple):
 
 @kit.algorithm
 def momentum_tracking(
-    loss_fn: kit.LossFn, optimizer: Any, topology: Topology, *, beta: float = 0.9, **options: Unpack[kit.Options]
+    loss_fn: kit.LossFn, optimizer: Any, topology: kit.Topology, *, beta: float = 0.9, **options: Unpack[kit.Options]
 ) -> kit.Algorithm:
     """Track the mean momentum of all workers and step along it.
 
@@ -69,7 +68,7 @@ def momentum_tracking(
     kit.require_fractions("momentum_tracking", beta=beta)
     late = later(1, topology)
 
-    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+    def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x, (u, y) = state.params, state.memory
         x_posted, y_posted = worker.post(x, t), worker.post(y, t, late)
         g, local = worker.gradient(x, state.local, batch, t, after=(x_posted, y_posted))

@@ -16,17 +16,15 @@ from typing import Any, Unpack
 
 from decentfn import kit
 from decentfn.algorithms.beer import compressed_tracking
-from decentfn.compressors import Compressor
-from decentfn.topologies import Topology
 
 
 @kit.algorithm
 def motef(
     loss_fn: kit.LossFn,
     optimizer: Any,
-    topology: Topology,
+    topology: kit.Topology,
     *,
-    compressor: Compressor,
+    compressor: kit.Compressor,
     gamma: float,
     momentum: float = 0.1,
     **options: Unpack[kit.Options],

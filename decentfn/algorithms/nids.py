@@ -14,12 +14,12 @@ from __future__ import annotations
 from typing import Any, Unpack
 
 from decentfn import kit
-from decentfn.algorithms.exact_diffusion import corrected
-from decentfn.topologies import Topology, later
+from decentfn.algorithms.exact_diffusion import Memory, corrected
+from decentfn.topologies import later
 
 
 @kit.algorithm
-def nids(loss_fn: kit.LossFn, optimizer: Any, topology: Topology, **options: Unpack[kit.Options]) -> kit.Algorithm:
+def nids(loss_fn: kit.LossFn, optimizer: Any, topology: kit.Topology, **options: Unpack[kit.Options]) -> kit.Algorithm:
     """Take a step alone; then adapt, correct and combine, without a bias of adapt-then-combine.
 
     Nothing can be sent before the update, so only the messages of the last buckets overlap with computation.
@@ -36,4 +36,4 @@ def nids(loss_fn: kit.LossFn, optimizer: Any, topology: Topology, **options: Unp
     """
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
     kit.require_static_symmetric("nids", topology)
-    return corrected(worker, later(1, topology))
+    return corrected(worker, Memory, later(1, topology))

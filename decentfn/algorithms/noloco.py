@@ -20,9 +20,7 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.outer import Feedback, cleared, local_steps, mix_with_peers, no_error, peers, progress
-from decentfn.compressors import Compressor
-from decentfn.topologies import Topology
+from decentfn.algorithms.outer import Feedback, local_steps, mix_with_peers, no_error, peers, progress
 
 
 class Memory(NamedTuple):
@@ -32,24 +30,21 @@ class Memory(NamedTuple):
     b: kit.Buckets  # outer momentum, likewise
     error: kit.Buckets | None = None  # error of compressed payloads; None without a compressor
     averaged = ("phi", "b")  # over the workers, by df.resize
-
-    def restart(self, x: kit.Buckets) -> Memory:
-        """Take `x` as slow parameters and reset the outer momentum."""
-        return Memory(kit.copy_wide(x), *cleared(self[1:]))
+    restart = kit.restarting("phi")
 
 
 @kit.algorithm
 def noloco(
     loss_fn: kit.LossFn,
     optimizer: Any,
-    topology: Topology,
+    topology: kit.Topology,
     *,
     inner_steps: int = 50,
     alpha: float = 0.5,
     beta: float = 0.7,
     gamma: float = 0.7,
     gossip_rounds: int = 1,
-    compressor: Compressor | None = None,
+    compressor: kit.Compressor | None = None,
     error_decay: float = 1.0,
     **options: Unpack[kit.Options],
 ) -> kit.Algorithm:
@@ -75,19 +70,13 @@ def noloco(
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
-        ValueError: H < 1, α outside [0, 1], β or γ not positive, a push-sum topology, or one that
-            has phases in which nothing is sent or on which disagreement grows (1,000 rounds without gradients are tried).
+        ValueError: H < 1, α outside [0, 1], β or γ not positive, a push-sum topology, or one on
+            which disagreement grows (1,000 rounds without gradients are tried).
     """
     worker = kit.Worker(loss_fn, optimizer, topology, gossip_rounds=gossip_rounds, **options)
     kit.require_whole("noloco", inner_steps=inner_steps)
     kit.require_fractions("noloco", alpha=alpha)
     kit.require_positive("noloco", beta=beta, gamma=gamma)
-    rounds = topology.steps(64) if topology.period and topology.num_workers > 1 else ()
-    if any((topology.round(k).weights[:, 0] == 1).all() for k in rounds):
-        raise ValueError(
-            f"noloco(topology={topology.name!r}): in some phases nothing is sent, but noloco itself waits "
-            "inner_steps between two rounds; pass the topology of the outer steps alone."
-        )
 
     def free(phi: Tensor, b: Tensor, mix: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         b = alpha * b + gamma * (mix(phi) - phi)

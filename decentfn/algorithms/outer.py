@@ -23,31 +23,28 @@ from decentfn.comm.gossip.compressed import (
     post_compressed,
     sum_compressed,
 )
-from decentfn.compressors import Compressor
 from decentfn.core import trees
 from decentfn.core.buckets import loose
 from decentfn.core.numbers import require
 from decentfn.core.scalars import Numbers
-from decentfn.core.trees import PyTree
-from decentfn.optim.transforms import RateState
 from decentfn.optim.transforms.transform import require_descent, require_pair, wants_mix
-from decentfn.topologies import Topology, every, later
+from decentfn.topologies import every, later
 
 
-def after_steps(inner_steps: int, topology: Topology) -> Topology:
+def after_steps(inner_steps: int, topology: kit.Topology) -> kit.Topology:
     """Return the schedule whose round k is in step (k + 1) H - 1, at the end of each H = `inner_steps` steps."""
     return later(inner_steps - 1, every(inner_steps, topology))
 
 
 def local_steps(
     worker: kit.Worker,
-    schedule: Topology,
+    schedule: kit.Topology,
     outer: Callable[..., tuple[kit.Buckets, Any]],
     post: Callable[[Any, Tensor], kit.Posted] | None = None,
     weight: kit.Weight | None = None,
     own_steps: Sequence[int] = (),
     correction: Callable[[Any, Tensor], kit.Buckets] | None = None,
-) -> Callable[[kit.State, PyTree, Tensor], tuple[kit.State, kit.Metrics]]:
+) -> Callable[[kit.State, kit.PyTree, Tensor], tuple[kit.State, kit.Metrics]]:
     """Return the step `θ ← θ + u(θ, g(θ))`, followed by an outer step whenever `schedule` is active.
 
     Args:
@@ -70,7 +67,7 @@ def local_steps(
         mine = counts.vector(theta[0]).index_select(0, row.worker.view(1))[0]
         return number % longest >= longest - mine
 
-    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+    def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         theta, memory = state.params, state.memory
         posted = None if post is None or kit.rests(schedule) else post(memory, t)
         g, local = worker.gradient(theta, state.local, batch, t, after=posted, weight=weight)
@@ -101,14 +98,14 @@ class Feedback:
     With β = 1 nothing is lost: what was sent and what e holds add up to all that was to be sent.
     """
 
-    def __init__(self, call: str, compressor: Compressor, decay: float, num_workers: int) -> None:
+    def __init__(self, call: str, compressor: kit.Compressor, decay: float, num_workers: int) -> None:
         kit.require_fractions(call, error_decay=decay)
         self.compressor, self.everyone = compressor, all_to_all(num_workers)
         self._decay = kit.as_input(call, "error_decay", decay)
 
     @classmethod
     def of(
-        cls, call: str, compressor: Compressor | None, decay: float, worker: kit.Worker, options: Mapping[str, Any]
+        cls, call: str, compressor: kit.Compressor | None, decay: float, worker: kit.Worker, options: Mapping[str, Any]
     ) -> Feedback | None:
         """Return None without a compressor, or with `identity()`, which leaves no error."""
         if compressor is None:
@@ -124,12 +121,12 @@ class Feedback:
         beta = kit.at(self._decay, t, e)
         return kit.each(lambda e, delta: beta * e + delta, e, delta)
 
-    def post(self, e: kit.Buckets, schedule: Topology, t: Tensor) -> Compressed:
+    def post(self, e: kit.Buckets, schedule: kit.Topology, t: Tensor) -> Compressed:
         """Start to send q; `schedule` has rounds of `everyone`, or of messages to neighbors."""
         return post_compressed(e, self.compressor, schedule, t)
 
     def post_fragments(
-        self, fragments: Fragments, e: kit.Buckets, schedules: Sequence[Topology], t: Tensor
+        self, fragments: Fragments, e: kit.Buckets, schedules: Sequence[kit.Topology], t: Tensor
     ) -> tuple[list[Compressed], kit.Buckets]:
         """Start to send q of each fragment of e; also return `e - q`."""
         pieces = [gossip.narrow(b, plan.dtype) for b, plan in zip(e, e.plan.buckets, strict=True)]
@@ -138,14 +135,14 @@ class Feedback:
         return posted, kit.each(torch.sub, e, fragments.join([q.sent for q in posted], e.plan))
 
     def mean(
-        self, delta: kit.Buckets, e: kit.Buckets, schedule: Topology, t: Tensor
+        self, delta: kit.Buckets, e: kit.Buckets, schedule: kit.Topology, t: Tensor
     ) -> tuple[kit.Buckets, kit.Buckets]:
         """Return the mean of all q and the new e."""
         e = self.add(delta, e, t)
         q = self.post(e, schedule, t)
         return mean_compressed(q), kit.each(torch.sub, e, q.sent)
 
-    def mix(self, x: kit.Buckets, e: kit.Buckets, schedule: Topology, t: Tensor) -> tuple[kit.Buckets, kit.Buckets]:
+    def mix(self, x: kit.Buckets, e: kit.Buckets, schedule: kit.Topology, t: Tensor) -> tuple[kit.Buckets, kit.Buckets]:
         """Return `x + (W - I) q`, with x for Δ, whose mean over the workers is that of x, and the new e."""
         e = self.add(x, e, t)
         q = self.post(e, schedule, t)
@@ -154,7 +151,7 @@ class Feedback:
         return mixed, kit.each(torch.sub, e, q.sent)
 
 
-def peers(feedback: Feedback | None, inner_steps: int, topology: Topology) -> Topology:
+def peers(feedback: Feedback | None, inner_steps: int, topology: kit.Topology) -> kit.Topology:
     """Return the schedule of rounds with peers; compressed values cannot be averaged in groups."""
     return after_steps(inner_steps, topology if feedback is None else as_messages(topology))
 
@@ -170,7 +167,12 @@ def no_error(feedback: Feedback | None, call: str, x: kit.Buckets) -> kit.Bucket
 
 
 def mix_with_peers(
-    worker: kit.Worker, feedback: Feedback | None, x: kit.Buckets, e: kit.Buckets | None, schedule: Topology, t: Tensor
+    worker: kit.Worker,
+    feedback: Feedback | None,
+    x: kit.Buckets,
+    e: kit.Buckets | None,
+    schedule: kit.Topology,
+    t: Tensor,
 ) -> tuple[kit.Buckets, kit.Buckets | None]:
     """Return W x and the error, which is None without feedback."""
     if feedback is None or e is None:
@@ -189,11 +191,6 @@ def no_weight(x: kit.Buckets, *shape: int) -> Tensor:
     """Return zeros of this shape, to count tokens in: float32, or float64 if any of the parameters are."""
     dtype = functools.reduce(torch.promote_types, [kit.wide(b.dtype) for b in x])
     return torch.zeros(shape, dtype=dtype, device=x[0].device)
-
-
-def cleared(memory: Any) -> Any:
-    """Return zeros in place of an outer step's memory, except for learning rates, which the outer optimizer keeps."""
-    return trees.map_nodes(RateState, lambda zero, rate: rate, trees.map(torch.zeros_like, memory), memory)
 
 
 def require_outer(call: str, outer_optimizer: Any) -> None:
@@ -232,12 +229,12 @@ def outer_gradient(phi: kit.Buckets, mean: kit.Buckets, wire_dtype: torch.dtype 
 class Fragments:
     """P equal slices of every bucket; fragment p, the p-th slice of each, is due after ⌊(p+1) H / P⌋ steps of H."""
 
-    def __init__(self, count: int, inner_steps: int, everyone: Topology) -> None:
+    def __init__(self, count: int, inner_steps: int, everyone: kit.Topology) -> None:
         self.count = count
         self._offsets = [(p + 1) * inner_steps // count for p in range(count)]
         self._every = every(inner_steps, everyone)
 
-    def schedules(self, steps: int) -> list[Topology]:
+    def schedules(self, steps: int) -> list[kit.Topology]:
         """Return each fragment's schedule: its round is `steps` steps after the step in which it is due."""
         return [later(offset + steps, self._every) for offset in self._offsets]
 
@@ -249,7 +246,7 @@ class Fragments:
         """Join slices into buckets; the inverse of `split`."""
         return kit.Buckets([torch.cat(slices) for slices in zip(*fragments, strict=True)], plan)
 
-    def turn(self, like: kit.Buckets, schedules: Sequence[Topology], t: Tensor) -> Tensor:
+    def turn(self, like: kit.Buckets, schedules: Sequence[kit.Topology], t: Tensor) -> Tensor:
         """Return True for each fragment whose schedule is active in step t, [P] bool."""
         return torch.stack([kit.is_active(schedule, t, like) for schedule in schedules])
 

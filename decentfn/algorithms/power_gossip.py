@@ -22,8 +22,7 @@ from torch import Tensor
 from decentfn import kit
 from decentfn.comm.gossip.low_rank import Directions, LowRankGossip
 from decentfn.core import trees
-from decentfn.core.trees import PyTree
-from decentfn.topologies import Topology, from_matrices, mixing_matrix
+from decentfn.topologies import from_matrices, mixing_matrix
 from decentfn.topologies.rounds import demanding
 
 
@@ -41,7 +40,7 @@ class Memory(NamedTuple):
 def power_gossip(
     loss_fn: kit.LossFn,
     optimizer: Any,
-    topology: Topology,
+    topology: kit.Topology,
     *,
     rank: int = 1,
     iterations: int = 1,
@@ -76,7 +75,7 @@ def power_gossip(
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
     gossip = LowRankGossip(_undirected(topology), rank, iterations, seed)
 
-    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+    def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x, (directions,) = state.params, state.memory
         mixed = x
         for i in range(iterations - 1):
@@ -90,7 +89,7 @@ def power_gossip(
     return worker.algorithm(step, lambda x: Memory(gossip.first(x)))
 
 
-def _undirected(topology: Topology) -> Topology:
+def _undirected(topology: kit.Topology) -> kit.Topology:
     kit.require_doubly_stochastic("power_gossip", topology)
     if topology.cycle is None or topology.start:
         schedule = "has steps that do not repeat" if topology.start else "is random"
@@ -108,7 +107,7 @@ def _undirected(topology: Topology) -> Topology:
         )
     edges = from_matrices(topology.name, matrices)
 
-    def keeps_edges(other: Topology) -> None:
+    def keeps_edges(other: kit.Topology) -> None:
         """Raise ValueError unless phase and slot of `edges`, by which directions are stored, name one edge of `other`."""
         _undirected(other)
         rounds = map(other.round, other.cycle or ())

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.core.trees import PyTree
-from decentfn.topologies import Topology, later
+from decentfn.topologies import later
 
 
 class Memory(NamedTuple):
@@ -48,7 +47,7 @@ class Memory(NamedTuple):
 
 @kit.algorithm
 def push_diging(
-    loss_fn: kit.LossFn, optimizer: Any, topology: Topology, **options: Unpack[kit.Options]
+    loss_fn: kit.LossFn, optimizer: Any, topology: kit.Topology, **options: Unpack[kit.Options]
 ) -> kit.Algorithm:
     """Descend along a pushed estimate of the gradients' sum; exact on directed and time-varying graphs.
 
@@ -65,7 +64,7 @@ def push_diging(
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
     late = later(1, topology)
 
-    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+    def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x, (v, y, g) = state.params, state.memory
         y_posted = worker.post(y, t, late)
         gradient, local = worker.gradient(x, state.local, batch, t, after=y_posted)

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.core.trees import PyTree
-from decentfn.topologies import Topology
+from decentfn.optim.transforms.optimizers import require_adam
 
 
 class Memory(NamedTuple):
@@ -44,7 +43,7 @@ class Memory(NamedTuple):
 def quasi_global_adam(
     loss_fn: kit.LossFn,
     optimizer: Any,
-    topology: Topology,
+    topology: kit.Topology,
     *,
     b1: float = 0.9,
     b2: float = 0.999,
@@ -70,14 +69,10 @@ def quasi_global_adam(
         ValueError: β₁ or β₂ outside [0, 1), a push-sum topology.
     """
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
-    kit.require_fractions("quasi_global_adam", b1=b1, b2=b2)
-    kit.require_positive("quasi_global_adam", eps=eps, gradient_weight=gradient_weight)
-    if b1 == 1 or b2 == 1:
-        raise ValueError(
-            f"quasi_global_adam(b1={b1}, b2={b2}): the bias correction divides by 1 - βᵏ, so both must be below 1."
-        )
+    require_adam("quasi_global_adam", b1, b2, eps)
+    kit.require_positive("quasi_global_adam", gradient_weight=gradient_weight)
 
-    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+    def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x, (m, v, count) = state.params, state.memory
         k = (count + 1).to(torch.float64)
         first, second = kit.once(1 - b1**k), kit.once(1 - b2**k)

@@ -17,9 +17,7 @@ from typing import Any, NamedTuple, Unpack
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.core.trees import PyTree
 from decentfn.optim.transforms.basic import Scalar
-from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
@@ -34,7 +32,7 @@ class Memory(NamedTuple):
 def quasi_global_momentum(
     loss_fn: kit.LossFn,
     optimizer: Any,
-    topology: Topology,
+    topology: kit.Topology,
     *,
     beta: float = 0.9,
     mu: float = 0.9,
@@ -77,7 +75,7 @@ def quasi_global_momentum(
     way_out = "use a topology such as 'static-ring' or 'one-peer-exp', or a smaller beta"
     kit.require_settling(f"quasi_global_momentum(beta={beta}, mu={mu})", topology, free, way_out)
 
-    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+    def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         eta = kit.at(rate, t, state.params)
         per_eta = kit.reciprocal(eta)
         x, (m,) = state.params, state.memory

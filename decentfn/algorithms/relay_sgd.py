@@ -23,8 +23,6 @@ from decentfn.comm import collectives, gossip
 from decentfn.core import trees
 from decentfn.core.buckets import loose
 from decentfn.core.scalars import Numbers
-from decentfn.core.trees import PyTree
-from decentfn.topologies import Topology
 from decentfn.topologies.rounds import demanding
 
 
@@ -45,7 +43,7 @@ class Memory(NamedTuple):
 def relay_sgd(
     loss_fn: kit.LossFn,
     optimizer: Any,
-    topology: Topology,
+    topology: kit.Topology,
     *,
     relay: Literal["models", "gradients"] = "models",
     **options: Unpack[kit.Options],
@@ -102,7 +100,7 @@ def relay_sgd(
         total = kit.each(lambda m, r: m.sum(0) + kit.once(missing.to(m.dtype)) * r, messages, first)
         return kit.each(lambda total: total / max(1, n - 1), total)
 
-    def models(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+    def models(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x, (messages, first, age) = state.params, state.memory
         row = collectives.look_up(x[0], topology, t)
         g, local = worker.gradient(x, state.local, batch, t)
@@ -114,7 +112,7 @@ def relay_sgd(
         x = kit.each(lambda total, x: (total / n).to(x.dtype), total, x)
         return kit.State(x, local, Memory(messages, first, age + 1)), g.metrics
 
-    def gradients(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+    def gradients(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x, (messages, _, age) = state.params, state.memory
         g, local = worker.gradient(x, state.local, batch, t)
         messages = send(g.grads, messages, collectives.look_up(x[0], topology, t))
@@ -128,11 +126,11 @@ def relay_sgd(
     return worker.algorithm(gradients, start, topology=topology, must_equal=("params",))
 
 
-def _none_in_its_place(other: Topology) -> None:
+def _none_in_its_place(other: kit.Topology) -> None:
     raise ValueError(f"relay_sgd: what was relayed is a sum over known workers, so {other!r} cannot go on with it.")
 
 
-def relay_counts(topology: Topology) -> Tensor:
+def relay_counts(topology: kit.Topology) -> Tensor:
     """Return `Σ_j c_{j→i}` of each step and worker: the number of other workers whose values have arrived.
 
     `[T, N]` int64; T is the tree's diameter (at least 1), after which every count is N - 1. Raises ValueError unless

@@ -17,12 +17,10 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.outer import Feedback, after_steps, cleared, progress
-from decentfn.compressors import Compressor
+from decentfn.algorithms.outer import Feedback, after_steps, progress
 from decentfn.core import trees
-from decentfn.core.trees import PyTree
 from decentfn.optim.transforms.basic import Scalar
-from decentfn.topologies import Topology, paused
+from decentfn.topologies import paused
 
 
 class Memory(NamedTuple):
@@ -32,23 +30,20 @@ class Memory(NamedTuple):
     u: kit.Buckets  # slow momentum, in units of a gradient (of an update if learning_rate is 1)
     error: kit.Buckets | None = None  # error of compressed progress; None without a compressor
     averaged = ("x0", "u", "error")  # over the workers, by df.resize
-
-    def restart(self, x: kit.Buckets) -> Memory:
-        """Take `x` as slow parameters and reset the slow momentum."""
-        return Memory(kit.copy_wide(x), *cleared(self[1:]))
+    restart = kit.restarting("x0")
 
 
 @kit.algorithm
 def slowmo(
     loss_fn: kit.LossFn,
     optimizer: Any,
-    topology: Topology,
+    topology: kit.Topology,
     *,
     inner_steps: int = 12,
     alpha: float = 1.0,
     beta: float = 0.7,
     learning_rate: Scalar = 1.0,
-    compressor: Compressor | None = None,
+    compressor: kit.Compressor | None = None,
     error_decay: float = 1.0,
     **options: Unpack[kit.Options],
 ) -> kit.Algorithm:
@@ -87,7 +82,7 @@ def slowmo(
     outer = after_steps(inner_steps, worker.everyone if feedback is None else feedback.everyone)
     inner = paused(topology, outer)
 
-    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+    def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         eta = kit.at(rate, t, state.params)
         per_eta = kit.reciprocal(eta)
         x, (x0, u, error) = state.params, state.memory

@@ -21,8 +21,7 @@ from torch import Tensor
 from decentfn import kit
 from decentfn.algorithms.outer import Feedback, after_steps, local_steps, progress
 from decentfn.comm.gossip.compressed import sum_compressed
-from decentfn.compressors import Compressor, chunk_top_k
-from decentfn.topologies import Topology
+from decentfn.compressors import chunk_top_k
 
 
 class Memory(NamedTuple):
@@ -31,23 +30,19 @@ class Memory(NamedTuple):
     phi: kit.Buckets  # outer parameters, the same on all workers
     error: kit.Buckets  # e
     averaged = ("phi", "error")  # over the workers, by df.resize
-
-    @classmethod
-    def restart(cls, x: kit.Buckets) -> Memory:
-        """Take `x` as outer parameters and reset the error."""
-        return cls(kit.copy_wide(x), kit.zeros_like(x))
+    restart = kit.restarting("phi")
 
 
 @kit.algorithm
 def sparse_loco(
     loss_fn: kit.LossFn,
     optimizer: Any,
-    topology: Topology,
+    topology: kit.Topology,
     *,
     inner_steps: int = 30,
     outer_learning_rate: float = 1.0,
     decay: float = 0.95,
-    compressor: Compressor | None = None,
+    compressor: kit.Compressor | None = None,
     **options: Unpack[kit.Options],
 ) -> kit.Algorithm:
     """Train locally for H steps, then move the common parameters along the mean of the compressed progress.
@@ -91,5 +86,9 @@ def sparse_loco(
 
     step = local_steps(worker, schedule, outer)
     return worker.algorithm(
-        step, Memory.restart, topology=worker.everyone, schedules=(schedule,), must_equal=("params",)
+        step,
+        lambda x: Memory(kit.copy_wide(x), kit.zeros_like(x)),
+        topology=worker.everyone,
+        schedules=(schedule,),
+        must_equal=("params",),
     )

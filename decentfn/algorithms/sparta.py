@@ -18,15 +18,13 @@ from decentfn import kit
 from decentfn.compressors.sparse import spread
 from decentfn.core.buckets import loose
 from decentfn.core.numbers import require
-from decentfn.core.trees import PyTree
-from decentfn.topologies import Topology
 
 
 @kit.algorithm
 def sparta(
     loss_fn: kit.LossFn,
     optimizer: Any,
-    topology: Topology,
+    topology: kit.Topology,
     *,
     fraction: float = 0.005,
     seed: int = 0,
@@ -50,7 +48,6 @@ def sparta(
         ValueError: p outside (0, 1], a push-sum topology.
     """
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
-    kit.require_doubly_stochastic("sparta", topology)
     require(0 < fraction <= 1, "sparta", "the fraction lies in (0, 1].", fraction=fraction)
 
     def places(x: kit.Buckets, t: Tensor) -> list[Tensor]:
@@ -59,7 +56,7 @@ def sparta(
         pairs = enumerate(zip(counts, x, strict=True))
         return [spread(seed, t, i, count, b.shape[0], everyone) for i, (count, b) in pairs]
 
-    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+    def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         g, local = worker.gradient(state.params, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, state.params)
         x = kit.add(state.params, u)

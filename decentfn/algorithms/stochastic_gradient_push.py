@@ -28,8 +28,7 @@ from decentfn import kit
 from decentfn.comm import collectives, gossip
 from decentfn.core import trees
 from decentfn.core.buckets import loose, wide
-from decentfn.core.trees import PyTree
-from decentfn.topologies import Topology, later, nth_round
+from decentfn.topologies import later, nth_round
 from decentfn.topologies.lossy import arrivals
 
 _SAMPLED = 64
@@ -60,7 +59,7 @@ class Memory(NamedTuple):
 def stochastic_gradient_push(
     loss_fn: kit.LossFn,
     optimizer: Any,
-    topology: Topology,
+    topology: kit.Topology,
     *,
     rounds: int = 1,
     delay: int = 0,
@@ -106,7 +105,7 @@ def stochastic_gradient_push(
         nothing = [gossip.narrow(torch.zeros_like(b), worker.wire_dtype) for b in kit.pack(z, w)]
         return Memory(w, tuple(tuple(map(torch.clone, nothing)) for _ in range(delay)))
 
-    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+    def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         z, (w, outboxes) = state.params, state.memory
         late = [worker.post(loose(outboxes[-age]), t, of_age[age]) for age in of_age if age > 0]
 
@@ -144,7 +143,7 @@ def _without(x: Tensor, sent: Tensor, given: Tensor) -> Tensor:
     return sum((-weight * sent for weight in weights.unbind()), x.to(sent.dtype))
 
 
-def _check(topology: Topology, rounds: int, delay: int, least_delay: int | None) -> None:
+def _check(topology: kit.Topology, rounds: int, delay: int, least_delay: int | None) -> None:
     kit.require_whole("stochastic_gradient_push", rounds=rounds)
     kit.require_whole("stochastic_gradient_push", 0, delay=delay)
     call = f"stochastic_gradient_push(rounds={rounds!r}, delay={delay!r})"

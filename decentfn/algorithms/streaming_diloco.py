@@ -19,13 +19,10 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.outer import Feedback, Fragments, cleared, mean_compressed, outer_gradient, progress, to_send
+from decentfn.algorithms.outer import Feedback, Fragments, mean_compressed, outer_gradient, progress, to_send
 from decentfn.comm import gossip
 from decentfn.comm.gossip.compressed import Compressed
-from decentfn.compressors import Compressor
 from decentfn.core.buckets import loose
-from decentfn.core.trees import PyTree
-from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
@@ -37,17 +34,14 @@ class Memory(NamedTuple):
     waits: Tensor | None  # [P] bool: fragments of which one does; None if delay <= 1
     error: kit.Buckets | None = None  # error of compressed progress; None without a compressor
     averaged = ("phi", "b", "delta", "waits", "error")  # over the workers, by df.resize
-
-    def restart(self, x: kit.Buckets) -> Memory:
-        """Take `x` as outer parameters; reset the outer momentum, and drop outer gradients that wait."""
-        return Memory(kit.copy_wide(x), *cleared(self[1:]))
+    restart = kit.restarting("phi")
 
 
 @kit.algorithm
 def streaming_diloco(
     loss_fn: kit.LossFn,
     optimizer: Any,
-    topology: Topology,
+    topology: kit.Topology,
     *,
     inner_steps: int = 100,
     num_fragments: int = 4,
@@ -55,7 +49,7 @@ def streaming_diloco(
     alpha: float = 0.5,
     outer_learning_rate: float = 0.7,
     outer_momentum: float = 0.9,
-    compressor: Compressor | None = None,
+    compressor: kit.Compressor | None = None,
     error_decay: float = 1.0,
     **options: Unpack[kit.Options],
 ) -> kit.Algorithm:
@@ -128,7 +122,7 @@ def streaming_diloco(
 
     must_equal = () if wire is None and feedback is None else ("params",)
 
-    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+    def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         theta, (phi, b, waiting, waits, error) = state.params, state.memory
         rest, posted = kit.rests(*launches, *arrivals), []
         if delay and not rest:

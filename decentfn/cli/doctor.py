@@ -15,7 +15,6 @@ import torch
 from torch.cuda import nccl
 
 from decentfn.cli.tables import show
-from decentfn.train.store import unknown_interface
 
 _PATIENCE_S = 180
 
@@ -55,8 +54,7 @@ def _devices() -> _Check:
 def _network() -> Iterator[_Check]:
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if os.environ.get(variable):
-            fault = unknown_interface(variable) if variable == "GLOO_SOCKET_IFNAME" else None
-            yield _Check(variable, os.environ[variable], fault)
+            yield _Check(variable, os.environ[variable])
     yield _Check("interfaces", ", ".join(name for _, name in socket.if_nameindex()))
     yield _host_name()
 

@@ -28,26 +28,17 @@ def split(message: Tensor, fields: list[tuple[int, torch.dtype]]) -> list[Tensor
     return [piece.view(dtype) if count else piece.to(dtype) for piece, count, dtype in fresh]
 
 
-def placed(values: Tensor, places: Tensor, numel: int) -> Tensor:
-    """Return zeros `[..., numel]` with `values` `[..., k]` added at `places` `[..., k]`, integers of any width.
-
-    This is an operator because Inductor (PyTorch 2.13) miscompiles `zeros.scatter`: it fuses the reader of several
-    decoded messages into the loop that fills their zeros, before the scatter. The messages then decode to zeros.
-    """
-    return _placed(values, places, numel)
-
-
 def _placed_kernel(values: Tensor, places: Tensor, numel: int) -> Tensor:
     # Add, because a message of zeros (an idle slot) may name one place many times.
     return values.new_zeros((*values.shape[:-1], numel)).scatter_add_(-1, places.long(), values)
 
 
-_placed = operator(
+placed = operator(
     "placed(Tensor values, Tensor places, int numel) -> Tensor",
     _placed_kernel,
     lambda values, places, numel: values.new_empty((*values.shape[:-1], numel)),
     lambda info, in_dims, values, places, numel: (
-        _placed(
+        placed(
             with_workers_first(values, in_dims[0], info.batch_size),
             with_workers_first(places, in_dims[1], info.batch_size),
             numel,
@@ -55,6 +46,11 @@ _placed = operator(
         0,
     ),
 )
+"""Operator `(values [..., k], places [..., k], numel)` -> zeros `[..., numel]` with the values added at these places.
+
+It is one because Inductor (PyTorch 2.13) miscompiles `zeros.scatter`: it fuses the reader of several decoded messages
+into the loop that fills their zeros, before the scatter. The messages then decode to zeros.
+"""
 
 
 def _largest_kernel(x: Tensor, k: int) -> Tensor:

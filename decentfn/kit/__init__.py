@@ -18,6 +18,7 @@ def my_algorithm(loss_fn, optimizer, topology, **options):
 from decentfn.comm.collectives import rests
 from decentfn.comm.gossip import Posted, collect, difference, is_active, mix_context, repaired, unless_bad
 from decentfn.comm.gossip.push_sum import first_weight, pack, unpack
+from decentfn.compressors import Compressor
 from decentfn.core.buckets import (
     Buckets,
     Plan,
@@ -34,6 +35,7 @@ from decentfn.core.buckets import (
     zeros_like,
 )
 from decentfn.core.scalars import once
+from decentfn.core.trees import PyTree
 from decentfn.gradient import Gradient, LossFn, Weight
 from decentfn.kit.agreement import algorithm
 from decentfn.kit.options import Options
@@ -53,13 +55,15 @@ from decentfn.kit.preconditions import (
     require_static_symmetric,
     require_whole,
 )
-from decentfn.kit.state import Local, Metrics, State, zeroed
+from decentfn.kit.state import Local, Metrics, State, restarting, zeroed
 from decentfn.kit.step import Algorithm, Step
 from decentfn.kit.worker import Worker
+from decentfn.topologies import Topology
 
 __all__ = [
     "Algorithm",
     "Buckets",
+    "Compressor",
     "Gradient",
     "Local",
     "LossFn",
@@ -67,8 +71,10 @@ __all__ = [
     "Options",
     "Plan",
     "Posted",
+    "PyTree",
     "State",
     "Step",
+    "Topology",
     "Weight",
     "Worker",
     "add",
@@ -100,6 +106,7 @@ __all__ = [
     "require_static",
     "require_static_symmetric",
     "require_whole",
+    "restarting",
     "rests",
     "scale",
     "unless_bad",

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
-from decentfn.core.buckets import Buckets, zeros_like
+from decentfn.core import trees
+from decentfn.core.buckets import Buckets, copy_wide, zeros_like
 from decentfn.core.trees import PyTree
 from decentfn.gradient import LossScale
 from decentfn.gradient import Metrics as Metrics
+from decentfn.optim.transforms import RateState
 
 M = TypeVar("M", bound=tuple[Any, ...])
 
@@ -53,6 +56,19 @@ def zeroed(cls: type[M], x: Buckets) -> M:
     """Return a memory whose fields are all 0, wide, in the shapes of `x`: `restart = classmethod(zeroed)` in its class."""
     fields: tuple[str, ...] = getattr(cls, "_fields")  # noqa: B009
     return cls(*(zeros_like(x) for _ in fields))
+
+
+def restarting(*at_x: str) -> Callable[[M, Buckets], M]:
+    """Return the `restart` of a memory whose fields of these names begin at x, wide, and all others at 0.
+
+    Learning rates of an outer optimizer's state stay. In its class: `restart = kit.restarting("phi")`.
+    """
+
+    def restart(memory: M, x: Buckets) -> M:
+        zeros = trees.map_nodes(RateState, lambda zero, rate: rate, trees.map(torch.zeros_like, memory), memory)
+        return zeros._replace(**{name: copy_wide(x) for name in at_x}) if at_x else zeros
+
+    return restart
 
 
 def restarted(memory: Any, x: Buckets) -> Any:

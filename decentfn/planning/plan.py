@@ -119,12 +119,13 @@ def _ranked(
     found = [ddp(work, cluster), diloco(work, cluster, inner_steps)]
     if cluster.processes_per_worker > 1:
         found.append(hsdp(work, cluster))
-    schedules = list(topologies or _all_of(cluster))
+    made = topologies or of_size(cluster.num_workers, cluster.workers_per_node).values()
+    schedules = [schedule for schedule in made if topologies or not schedule.needs_push_sum]
     if sent == 1:
         predict = partial(gossip, work, cluster)
     else:
         predict = partial(compressed, replace(work, wire=work.nbytes * sent), cluster)
-        schedules = [made for made in schedules if _is_compressible(made)]
+        schedules = [schedule for schedule in schedules if schedule.groups is None or schedule.draw is None]
     rows = [*((p, None) for p in found), *((predict(made), made) for made in schedules)]
     rows.sort(key=lambda row: (row[0].seconds, -(row[0].gap or 0), row[0].between, row[0].topology != "base"))
     return rows
@@ -132,15 +133,6 @@ def _ranked(
 
 def _best(rows: Sequence[tuple[Prediction, Topology | None]]) -> tuple[Prediction, Topology | None]:
     return next((p, made) for p, made in rows if p.gap is not None and p.gap >= _ENOUGH)  # DDP has a gap of 1
-
-
-def _all_of(cluster: Cluster) -> list[Topology]:
-    made = of_size(cluster.num_workers, cluster.workers_per_node).values()
-    return [schedule for schedule in made if not schedule.needs_push_sum]
-
-
-def _is_compressible(topology: Topology) -> bool:
-    return topology.groups is None or topology.draw is None
 
 
 def _reason(best: Prediction, found: Sequence[Prediction], work: Work) -> str:

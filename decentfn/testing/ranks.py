@@ -83,14 +83,13 @@ def _run(worlds: list[World], function: Callable[..., T], *arguments: Any) -> li
 
 def _connect(num_ranks: int, timeout: timedelta, delay: float) -> list[World]:
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+
+    def connect(rank: int) -> World:
+        identity = Identity.of(rank, num_ranks)
+        return World(None, rank, num_ranks, channels=_ThreadChannels(identity, store, timeout, delay))
+
     with ThreadPoolExecutor(num_ranks) as threads:
-        return list(threads.map(lambda rank: thread_world(store, rank, num_ranks, timeout, delay), range(num_ranks)))
-
-
-def thread_world(store: Store, rank: int, size: int, timeout: timedelta, delay: float = 0.0) -> World:
-    """Return the world of a rank that is a thread, with its own gloo groups over a store in memory."""
-    identity = Identity.of(rank, size)
-    return World(None, rank, size, channels=_ThreadChannels(identity, store, timeout, delay))
+        return list(threads.map(connect, range(num_ranks)))
 
 
 class _ThreadChannels(Channels):

@@ -94,11 +94,4 @@ def topology(name: str, num_workers: int, **options: Any) -> Topology:
         raise ValueError(
             f"topology({name!r}): no such topology; nearest: {', '.join(near)}. register_topology(name) adds your own."
         )
-    signature = inspect.signature(_registry[name])
-    try:
-        signature.bind(num_workers, **options)
-    except TypeError as error:
-        own = list(signature.parameters)[1:]
-        takes = f"its own options are {', '.join(own)}" if own else "it has no options of its own"
-        raise TypeError(f"topology({name!r}, {num_workers}): {error}; {takes}.") from None
     return _registry[name](num_workers, **options)

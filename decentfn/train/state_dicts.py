@@ -102,7 +102,8 @@ def load_state_dict(module: nn.Module, state: State, state_dict: Mapping[str, An
     if is_sharded:
         tensors |= _shards(module, state_dict)
     else:
-        _load(module, tensors, state_dict)
+        with torch.no_grad(), lock_of_module(module), weights(entries_of(module), _without_criterion(module, tensors)):
+            module.load_state_dict(state_dict, strict=True)
     new = with_params(state, {name: tensors[name] for name in x})
     if b is None:
         return new
@@ -141,11 +142,6 @@ def _with_every_name(module: nn.Module, given: Mapping[str, Any]) -> Mapping[str
 def without_compiled(name: str) -> str:
     """Return a name without the part that `torch.compile(module)` puts before those of the module."""
     return name.replace("_orig_mod.", "")
-
-
-def _load(module: nn.Module, tensors: dict[str, Tensor], state_dict: Mapping[str, Any]) -> None:
-    with torch.no_grad(), lock_of_module(module), weights(entries_of(module), _without_criterion(module, tensors)):
-        module.load_state_dict(state_dict, strict=True)
 
 
 def _shards(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:

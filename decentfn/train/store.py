@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -39,11 +38,8 @@ def store_of_run(timeout: timedelta) -> tuple[Store, int, int]:
             "WORLD_SIZE."
         ) from error
     except dist.DistNetworkError as error:
-        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
-            raise ValueError(
-                f"init() with {place}: address already in use: another run on this machine has this port; take another "
-                "one, or start with `torchrun --standalone`, which takes a free one."
-            ) from error
+        if "EADDRINUSE" in str(error):
+            raise
         raise ExchangeTimeout(
             f"init(timeout={timeout}) with {place}: the store of rank 0 does not answer ({brief_error(error)}); are both "
             "right, does rank 0 run, and is the port open?"
@@ -79,17 +75,10 @@ def answered(connect: Callable[[], _Made], timeout: timedelta) -> _Made:
     try:
         return made.result(min(timeout.total_seconds() + _SLACK_S, threading.TIMEOUT_MAX))
     except TimeoutError:
-        try:
-            socket.getaddrinfo(os.environ.get("MASTER_ADDR"), None)
-        except OSError as error:
-            raise ExchangeTimeout(
-                f"init(timeout={timeout}) with MASTER_ADDR={os.environ.get('MASTER_ADDR')}: this machine finds no address for that "
-                f"name ({brief_error(error)}); write the IP address of rank 0, or a name that every machine knows."
-            ) from None
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise ExchangeTimeout(
-            f"init(timeout={timeout}): {place} accepts connections, but does not answer as a store does; is the port in "
-            "use by another program, or a proxy?"
+            f"init(timeout={timeout}): nothing at {place} answers as a store does; does this machine know that name, and is "
+            "the port in use by another program, or a proxy?"
         ) from None
 
 
@@ -139,12 +128,3 @@ def _no_answer(rank: int, missing: str, peer: int, timeout: timedelta) -> Exchan
         process=rank,
         peer=peer,
     )
-
-
-def unknown_interface(variable: str) -> str | None:
-    """Return the first interface named by an environment variable that this machine lacks, and those that it has."""
-    names = [name for _, name in socket.if_nameindex()]
-    for name in os.environ.get(variable, "").split(","):
-        if name and name not in names:
-            return f"no interface {name}; choose of: {', '.join(names)}"
-    return None

@@ -61,7 +61,7 @@ def guard(algorithm: Algorithm, limit: int = 20) -> Algorithm:
         return _with(state, Guarded(*zeros))
 
     def check(state: Any, batch: PyTree, t: Tensor) -> None:
-        if not _is_guarded(state):
+        if getattr(getattr(state, "local", None), "guard", None) is None:
             raise ValueError(
                 f"step(state, batch, t): the state is a {kind_of(state)} that is not guarded, but this step needs a "
                 "guarded one; call the init that df.guard(...) returned with it."
@@ -94,10 +94,6 @@ def guard(algorithm: Algorithm, limit: int = 20) -> Algorithm:
 
     guarded = step.transformed("guard", run=run, check=check, watch=watch)
     return algorithm._replace(init=start, step=guarded)
-
-
-def _is_guarded(state: Any) -> bool:
-    return getattr(getattr(state, "local", None), "guard", None) is not None
 
 
 def _with(state: State, counts: Guarded | None) -> State:

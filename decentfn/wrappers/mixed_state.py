@@ -75,7 +75,10 @@ def mix_state(algorithm: Algorithm, schedules: Mapping[str, Topology]) -> Algori
 
     def run(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
         state, metrics = one(state, batch, t)
-        posted = [_post(node, _schedule(path, schedules), t) for path, node in _parts(state.local.opt)]
+        posted: list[gossip.Posted | None] = []
+        for path, node in _parts(state.local.opt):
+            its = next((schedule for name, schedule in schedules.items() if _is_named(path, name)), None)
+            posted.append(its and gossip.post(node, collectives.look_up(node[0], its, t)))
         mixed = iter(posted)
 
         def mix(node: Buckets) -> Buckets:
@@ -94,11 +97,3 @@ def _parts(opt: PyTree) -> list[tuple[str, Buckets]]:
 
 def _is_named(path: str, name: str) -> bool:
     return f".{path}".endswith(f".{name}")
-
-
-def _schedule(path: str, schedules: Mapping[str, Topology]) -> Topology | None:
-    return next((topology for name, topology in schedules.items() if _is_named(path, name)), None)
-
-
-def _post(node: Buckets, topology: Topology | None, t: Tensor) -> gossip.Posted | None:
-    return None if topology is None else gossip.post(node, collectives.look_up(node[0], topology, t))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
 import decentfn as df
-from decentfn.algorithms.d2 import companion_radius, d2, eigenvalues_of_circulant
+from decentfn.algorithms.d2 import d2
 from decentfn.algorithms.exact_diffusion import exact_diffusion
 from decentfn.algorithms.extra import extra
 from decentfn.algorithms.gradient_tracking import gradient_tracking
@@ -257,10 +257,18 @@ def test_d2_allows_its_spectral_bound_on_even_rings(n):
     build(d2, problem(n), static_ring(n))
 
 
-def test_d2_refuses_what_lies_below_its_spectral_bound():
-    W = static_ring(4) * 0.999 + 0.001 * np.roll(np.eye(4), 1, 0) / 2 + 0.001 * np.roll(np.eye(4), -1, 0) / 2
-    with pytest.raises(ValueError, match=r"λ_min.*-0.33\d+.*exact_diffusion"):
-        build(d2, problem(4), W)
+@pytest.mark.parametrize("n", [4, 16])
+@pytest.mark.parametrize(("above", "is_accepted"), [(0.002, True), (-0.002, False)])
+def test_d2_accepts_a_graph_if_no_eigenvalue_lies_below_a_third(n, above, is_accepted):
+    """An even ring with weight b for each neighbor has the smallest eigenvalue 1 - 4 b."""
+    eye, b = np.eye(n), (4 / 3 - above) / 4
+    W = ((1 - 2 * b) * eye + b * np.roll(eye, 1, 0) + b * np.roll(eye, -1, 0))[None]
+    assert np.linalg.eigvalsh(W[0]).min() == pytest.approx(-1 / 3 + above)
+    if is_accepted:
+        build(d2, problem(n), W)
+    else:
+        with pytest.raises(ValueError, match="disagreement grows.*exact_diffusion"):
+            build(d2, problem(n), W)
 
 
 def test_d2_refuses_one_peer_schedules_which_diverge():
@@ -268,22 +276,5 @@ def test_d2_refuses_one_peer_schedules_which_diverge():
         d2(loss, Sgd(LR), df.topology("one-peer-exp", 8))
 
 
-def test_d2s_companion_matrix_has_the_roots_of_its_quadratic():
-    """Off the consensus every eigenvalue λ of a static W gives the roots of μ² - 2λμ + λ."""
-    for matrix in (static_ring(8)[0], random_symmetric(8, 1, seed=0)[0]):
-        W = torch.tensor(matrix)
-        eigenvalues = torch.linalg.eigvalsh(W)[:-1].to(torch.complex128)
-        roots = torch.stack([eigenvalues + s * (eigenvalues**2 - eigenvalues).sqrt() for s in (1, -1)])
-        assert companion_radius([W - 1 / 8]) == pytest.approx(float(roots.abs().max()), abs=1e-9)
-
-
-@pytest.mark.parametrize("name", ["static-ring", "static-exp", "one-peer-exp-directed"])
-def test_fouriers_modes_give_the_radius_of_the_matrices_themselves(name):
-    topology = df.topology(name, num_workers=12)
-    matrices = [df.mixing_matrix(topology, p) for p in range(topology.period)]
-    modes = [eigenvalues_of_circulant(matrix)[1:, None, None] for matrix in matrices]
-    assert companion_radius(modes) == pytest.approx(companion_radius([m - 1 / 12 for m in matrices]), abs=1e-9)
-
-
-def test_d2_judges_two_thousand_workers_by_fourier():
+def test_d2_is_judged_on_two_thousand_workers():
     d2(loss, Sgd(LR), df.topology("static-ring", num_workers=2048))

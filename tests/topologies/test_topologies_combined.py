@@ -303,11 +303,11 @@ def test_sudden_and_gradual_consensus_are_told_apart():
         ),
         (
             lambda: from_matrices("mine", [[0.5, 0.5, 0], [0.5, 0.2, 0.25], [0, 0.25, 0.75]]),
-            r"row 1 and column 1 sum to 0.95, .*W\[1, 1\] = 0.2, which would have to be 0.25",
+            "column 1 of phase 0 sums to 0.95",
         ),
         (
             lambda: from_matrices("mine", [[[0.5, 0.5], [0.5, 0.5]], [[0.5, 0.5], [0.6, 0.5]]]),
-            r"phase 1, row 1 and column 0 .*W\[1, 0\] = 0.6, which would have to be 0.5",
+            "column 0 of phase 1 sums to 1.1",
         ),
         (
             lambda: from_draw("mine", 2, lambda t: (torch.tensor([1, 0]),) * 2 + (torch.full((2, 2), 0.5),)),

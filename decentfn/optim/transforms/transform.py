@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
 import re
 from collections.abc import Callable, Hashable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -158,12 +156,6 @@ def require_pair(call: str, transform: Any) -> None:
     for method in ("init", "update"):
         rule = f"{brief(transform)} has no {method}(); a transform is a pair (init, update), for example df.adamw(3e-4)"
         require(callable(getattr(transform, method, None)), call, f"{rule} or df.Transform(init, update).")
-    takes = "(grads, state, params, mix)" if wants_mix(transform) else "(grads, state, params)"
-    with suppress(ValueError):  # of a function without a signature
-        try:
-            inspect.signature(transform.update).bind(*takes.split(", "))
-        except TypeError as error:
-            raise TypeError(f"{call}: update is called as update{takes}, but: {error}.") from None
 
 
 def _require_unaware(call: str, transform: Any) -> None:

@@ -41,14 +41,7 @@ def checkpoints(directory: str | Path) -> list[Path]:
     []
     """
     directory = as_path("checkpoints(directory)", directory)
-    if not directory.exists():
-        return []
-    if not directory.is_dir():
-        raise NotADirectoryError(
-            f"Not a directory: {directory} is a file; a run's checkpoints are in a directory that df.checkpoint.save or Saver wrote. A file of "
-            "weights is for df.load_state_dict(module, state, ...): df.checkpoint.import_(path) reads safetensors."
-        )
-    return [path for _, _, path in _listed(directory)]
+    return [path for _, _, path in _listed(directory)] if directory.exists() else []
 
 
 def _listed(directory: Path) -> list[tuple[int, int, Path]]:
