@@ -1,4 +1,4 @@
-"""Commands: topologies by name and compared, plans, reports of runs, consensus in the simulator, and a check of this machine."""
+"""Commands: topologies by name and compared, plans, mixing alone, reports of runs, and a check of this machine."""
 
 from __future__ import annotations
 

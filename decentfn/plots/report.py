@@ -18,13 +18,8 @@ from decentfn.train import logs
 
 _POINTS, _BARS = 60_000, 1200
 """Most points of the curves of losses, and steps in a timeline, which a browser draws in a second or two."""
-_MARKS = {"restart": "x", "lost": "triangle-down", "joined": "triangle-up", "checkpoint": "line-ns-open"}
-_CLEAR: Any = {
-    "paper_bgcolor": "rgba(0,0,0,0)",
-    "plot_bgcolor": "rgba(0,0,0,0)",
-    "template": "none",
-    "hovermode": "closest",
-}
+_MARKS = {"restart": "x", "lost": "triangle-down", "joined": "triangle-up", "checkpoint": "diamond-open"}
+_CLEAR: Any = {"paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)", "template": "none"}
 _STYLE = """
 :root {color-scheme: light dark; --ink: #222; --paper: #fff; --grid: #ddd}
 @media screen and (prefers-color-scheme: dark) {:root {--ink: #ddd; --paper: #111418; --grid: #3b4048}}
@@ -62,12 +57,12 @@ def _text(value: Any) -> str:
 
 def _table(runs: Sequence[_Run]) -> str:
     """Return the last values of runs, and settings; of several runs those that differ."""
-    rows: dict[str, list[Any]] = {"": [its.name for its in runs], "workers": [len(its.workers) for its in runs]}
-    rows |= {name: [f"{its.axes[name][-1]:,.6g}" for its in runs] for name in runs[0].axes}
+    rows: list[tuple[Any, ...]] = [("", *(its.name for its in runs)), ("workers", *(len(its.workers) for its in runs))]
+    rows += [(name, *(f"{its.axes[name][-1]:,.6g}" for its in runs)) for name in runs[0].axes]
     for name in dict.fromkeys(name for its in runs for name in its.settings):
         row = [its.settings.get(name, "-") for its in runs]
-        rows |= {name: row} if len(runs) == 1 or len(set(row)) > 1 else {}
-    cells = ("".join(f"<td>{html.escape(str(x))}</td>" for x in (name, *row)) for name, row in rows.items())
+        rows += [(f"config: {name}", *row)] if len(runs) == 1 or len(set(row)) > 1 else []
+    cells = ("".join(f"<td>{html.escape(str(x))}</td>" for x in row) for row in rows)
     return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
 
 
@@ -166,13 +161,13 @@ def _panels(titles: Sequence[str], height: int, columns: int) -> Any:
     rows = -(-len(titles) // columns)
     made = make_subplots(rows, columns, subplot_titles=titles, horizontal_spacing=0.07, vertical_spacing=0.3 / rows)
     margin, legend = {"l": 55, "r": 15, "t": 30, "b": 45}, {"orientation": "h", "y": -0.12}
-    return made.update_layout(width=960, height=height, margin=margin, legend=legend, **_CLEAR)
+    return made.update_layout(width=960, height=height, margin=margin, legend=legend, hovermode="closest", **_CLEAR)
 
 
 def _curves(runs: Sequence[_Run]) -> tuple[str, Any]:
     """Draw the losses against steps, seconds and bytes, and the consensus distance."""
     titles = [*(f"loss against {axis}" for axis in runs[0].axes), "consensus distance against steps"]
-    figure = _panels(titles, 700, 2)
+    figure = _panels(titles, 610, 2)
     most = max(100, _POINTS // (3 * sum(len(its.workers) for its in runs)))
     for number, its in enumerate(runs):
         rows, color, n, name = _shown(its.loss, most), COLORS[number % 6], len(its.workers), _text(its.name)
@@ -190,11 +185,11 @@ def _curves(runs: Sequence[_Run]) -> tuple[str, Any]:
             curve(place, x, its.loss, "mean", rows, thick | {"name": name, "showlegend": place == 0})
             for kind, marks in its.marks.items():
                 at, words = [row for row, _ in marks], [_text(f"{kind} {words}") for _, words in marks]
-                marker = {"symbol": _MARKS[kind], "size": 11, "color": color, "line": {"width": 2, "color": color}}
+                marker = {"symbol": _MARKS[kind], "size": 14, "color": color, "line": {"width": 2, "color": color}}
                 look = {"mode": "markers", "marker": marker, "name": kind, "showlegend": place == 0, "text": words}
                 curve(place, x, its.loss, kind, at, look | {"hovertemplate": "%{text}<extra></extra>"})
         curve(3, its.axes["steps"], its.distance, "distance", _shown(its.distance, most), thick)
-    figure.update_yaxes(type="log", dtick="D2", row=2, col=2)
+    figure.update_yaxes(type="log", row=2, col=2)
     return "Thick: the mean. Thin: each worker. Of long runs, each part's smallest and largest mean.", figure
 
 
@@ -218,16 +213,16 @@ def _communication(its: _Run) -> tuple[str, Any]:
     figure.update_xaxes(type="category", col=1).update_yaxes(type="category", autorange="reversed", col=1)
     circle = np.stack([f(2 * np.pi * np.arange(len(who)) / len(who)) for f in (np.sin, np.cos)], 1)
     for is_inside, name, color in (True, "inside a node", COLORS[2]), (False, "between nodes", COLORS[1]):
-        own = {(order[i], order[j]): sent / 1e9 for (i, j, inside), sent in its.links.items() if inside == is_inside}
+        own = {(order[i], order[j]): sent / 1e6 for (i, j, inside), sent in its.links.items() if inside == is_inside}
         ends = circle[np.array(list(own), int).reshape(-1, 2)]  # [links, 2, xy]
         x, y = np.insert(ends, 2, np.nan, axis=1).reshape(-1, 2).T
-        look = {"name": f"{name}: {sum(own.values()):,.6g} GB", "hoverinfo": "skip", "line_color": color}
+        look = {"name": f"{name}: {sum(own.values()):,.2f} MB", "hoverinfo": "skip", "line_color": color}
         figure.add_scatter(x=x, y=y, mode="lines", line_width=1, row=1, col=2, **look)
         turns, (x, y) = np.degrees(np.arctan2(*(ends[:, 1] - ends[:, 0]).T)), (0.3 * ends[:, 0] + 0.7 * ends[:, 1]).T
-        size = 4 + 24 / len(who) ** 0.5 * np.array(list(own.values())) / (max(its.links.values()) / 1e9)
+        size = 4 + 24 / len(who) ** 0.5 * np.array(list(own.values())) / (max(its.links.values()) / 1e6)
         marker = {"symbol": "arrow", "angle": turns, "size": size, "color": color, "line_width": 0}
         look = {"mode": "markers", "marker": marker, "hoverinfo": "text", "showlegend": False}
-        words = [f"{names[i]} to {names[j]}: {sent:,.6g} GB" for (i, j), sent in own.items()]
+        words = [f"{names[i]} to {names[j]}: {sent:,.2f} MB" for (i, j), sent in own.items()]
         figure.add_scatter(x=x, y=y, text=words, row=1, col=2, **look)
     look = {"mode": "text", "text": names, "hoverinfo": "skip", "showlegend": False}
     figure.add_scatter(x=1.1 * circle[:, 0], y=1.1 * circle[:, 1], row=1, col=2, **look)

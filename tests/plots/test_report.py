@@ -87,7 +87,7 @@ def test_a_page_has_the_losses_of_a_log_against_steps_seconds_and_bytes(tmp_path
             drawn = curve(losses, what, axis)
             assert (list(drawn["x"]), list(drawn["y"])) == (x, y)
     assert np.allclose(curve(losses, "distance", "4")["y"], [1, 1 / 11, 1 / 21])
-    assert {"lr", "0.5"} <= set(page.texts)
+    assert {"config: lr", "0.5"} <= set(page.texts)
 
 
 def test_restarts_losses_of_workers_and_checkpoints_are_marks_and_time_goes_on(tmp_path, capsys):
@@ -113,9 +113,10 @@ def test_restarts_losses_of_workers_and_checkpoints_are_marks_and_time_goes_on(t
 
 def test_of_several_runs_settings_that_differ_are_shown_and_others_not(tmp_path, capsys):
     for name, rate in ("a", 0.1), ("b", 0.2):
-        write(tmp_path / name / "log.jsonl", [{"config": {"lr": rate, "batch": 8}}, row(0, [1.0])])
+        write(tmp_path / name / "log.jsonl", [{"config": {"lr": rate, "steps": 8}}, row(0, [1.0])])
     page = reported(capsys, tmp_path / "a", tmp_path / "b")
-    assert {"lr", "0.1", "0.2"} <= set(page.texts) and "batch" not in page.texts
+    assert {"config: lr", "0.1", "0.2"} <= set(page.texts) and "config: steps" not in page.texts
+    assert page.texts.count("steps") == 1  # those that were taken
     assert len({curve(page.figures[0], f"{name}/log, mean")["line"]["color"] for name in "ab"}) == 2
 
 
@@ -126,9 +127,9 @@ def test_who_waits_least_is_named_and_every_link_has_its_bytes(tmp_path, capsys)
     assert any("process 2 waited least, 1 s: the others wait for it." in text for text in page.texts)
     heat, *drawn = page.figures[1]
     assert np.nan_to_num(np.array(heat["z"]).reshape(3, 4)).tolist() == [[0, 0, 40, 40], [30, 0, 20, 50], [0, 1, 0, 1]]
-    assert {one.get("name") for one in drawn} >= {"inside a node: 2 GB", "between nodes: 2 GB"}
+    assert {one.get("name") for one in drawn} >= {"inside a node: 2,000.00 MB", "between nodes: 2,000.00 MB"}
     words = [text for one in drawn if one["mode"] == "markers" for text in one["text"]]
-    assert words == ["0 to 1: 2 GB", "1 to 2: 1 GB", "2 to 0: 1 GB"]
+    assert words == ["0 to 1: 2,000.00 MB", "1 to 2: 1,000.00 MB", "2 to 0: 1,000.00 MB"]
 
 
 def test_names_are_text_wherever_they_are(tmp_path, capsys):
@@ -141,7 +142,7 @@ def test_names_are_text_wherever_they_are(tmp_path, capsys):
 
     plain, hostile = page("plain"), page(HOSTILE)
     assert hostile.tags == plain.tags
-    assert hostile.texts.count(HOSTILE) == 2  # the setting and its value
+    assert [text for text in hostile.texts if HOSTILE in text][-2:] == [f"config: {HOSTILE}", HOSTILE]
     said = [text for figure in hostile.figures for one in figure for text in strings(one) if "alert" in text]
     assert len(said) > 10
     for text in said:

@@ -77,7 +77,7 @@ def test_each_plot_is_drawn_and_hovering_shows_values(n, dark, tmp_path):
     assert len(rest) == (n > 1) and all(figure["paths"] for figure in seen["figures"])
     for figure in rest:
         heat, link = figure["labels"]
-        assert re.fullmatch(r"\d+ waited [\d.]+ s for (\d+|all)", heat) and re.fullmatch(r"\d+ to \d+: .* GB", link)
+        assert re.fullmatch(r"\d+ waited [\d.]+ s for (\d+|all)", heat) and re.fullmatch(r"\d+ to \d+: .* MB", link)
 
 
 def test_timelines_are_drawn_and_tell_of_steps_and_messages(tmp_path):
