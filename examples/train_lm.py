@@ -351,20 +351,11 @@ def train(config: Config, until_the_end: ExitStack) -> dict[str, Any]:
         bar.update()
         if t % config.log_every == 0 or t == config.steps - 1:
             # Collective, on every rank: what is logged is over all workers.
-            losses = df.gather(state, metrics.loss)
-            distance = df.consensus_distance(state).item()
-            now, mean_loss = time.perf_counter(), losses.mean().item()
+            now = time.perf_counter()
             speed = since * num_readers * config.batch_size * config.accumulate * config.seq_len / (now - logged)
-            line = {
-                "seconds": round(now - started, 3),
-                "loss": {"min": losses.min(), "mean": mean_loss, "max": losses.max()},
-                "losses": losses,
-                "grad_norm": df.mean(state, metrics.grad_norm),
-                "consensus_distance": distance,
-                "tokens_per_s": speed,  # the first line's compiles
-                "bytes_sent": None if sent is None else round((t + 1) * sent),
-            }
-            log.write(line, t)
+            planned = None if sent is None else round((t + 1) * sent)
+            line = log.record(state, metrics, t, tokens_per_s=speed, bytes_sent=planned)  # the first line's compiles
+            mean_loss, distance = line["loss"].item(), line["consensus_distance"].item()
             bar.set_postfix(loss=f"{mean_loss:.3f}", distance=f"{distance:.2g}")
             if SPEAKS and bar.disable:
                 print(f"step {t}: loss {mean_loss:.3f}, distance {distance:.2g}, {speed:,.0f} tokens/s", flush=True)
@@ -375,6 +366,7 @@ def train(config: Config, until_the_end: ExitStack) -> dict[str, Any]:
             is_told = stop(t)
             if is_told or (t + 1) % config.save_every == 0:
                 saver.save(state, t + 1)
+                log.write({"checkpoint": t + 1}, t)
             if is_told:
                 stop.leave()
     bar.close()
@@ -393,13 +385,8 @@ def train(config: Config, until_the_end: ExitStack) -> dict[str, Any]:
             "time": f"{end['seconds']:.1f} s",
             "bytes sent by a worker": "not planned" if sent is None else f"{config.steps * sent:,.0f}",
             "log": str(log.path),
+            "pictures": f"decentfn report {log.path}",
         }
-        try:
-            picture = log.path.with_suffix(".png")
-            df.plots.run(log.path).savefig(picture)
-            rows["picture"] = str(picture)
-        except ImportError as error:
-            rows["picture"] = f"none: {error}"
         print("\n".join(f"{name:26}{value}" for name, value in rows.items()))
     return end
 

@@ -144,6 +144,7 @@ def telling(state: df.State, metrics: df.Metrics, directory: Path) -> None:
     df.check_replicas(state)
     with df.logs.JSONLines(directory / "log.jsonl") as log:
         log.write({"loss": mean, "held_out": scores[0]}, step=0)
+        log.record(state, metrics, 1, tokens_per_s=3.0)
 
 
 def planning(state: df.State, topology: df.Topology) -> None:
@@ -165,8 +166,8 @@ def planning(state: df.State, topology: df.Topology) -> None:
     assert callable(step) and rates and df.distance_in_steps and first >= 0
 
 
-def drawing(topology: df.Topology, folder: Path) -> None:
-    pictures = [df.plots.topology(topology), df.plots.run(folder / "log.jsonl"), df.plots.consensus([0.5, 0.1])]
+def drawing(topology: df.Topology) -> None:
+    pictures = [df.plots.topology(topology), df.plots.consensus([0.5, 0.1])]
     assert pictures[0].axes
 
 

@@ -1,4 +1,4 @@
-"""Commands: topologies by name and compared, plans, consensus in the simulator, and a check of this machine."""
+"""Commands: topologies by name and compared, plans, mixing alone, reports of runs, and a check of this machine."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from decentfn.cli.doctor import doctor
 from decentfn.cli.lab import lab
 from decentfn.cli.links import links
 from decentfn.cli.planning import plan
+from decentfn.cli.report import report
 from decentfn.cli.topologies import simulate, topologies, topology
 
 
@@ -25,12 +26,12 @@ def run(arguments: Sequence[str]) -> None:
     Raises:
         SystemExit: with status 2 after a user's mistake, 1 if `doctor` found a fault.
     """
-    commands = {f.__name__: f for f in (topology, topologies, plan, simulate, doctor, links, lab)}
+    commands = {f.__name__: f for f in (topology, topologies, plan, simulate, report, doctor, links, lab)}
     try:
         tyro.extras.subcommand_cli_from_dict(commands, prog="decentfn", args=list(arguments) or ["--help"])
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, `head` for example, has what it wanted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, ValueError) as error:
+    except (ModuleNotFoundError, OSError, ValueError) as error:
         print(f"decentfn: {error}", file=sys.stderr)
         sys.exit(2)

@@ -4,8 +4,8 @@ Every function returns a `matplotlib.figure.Figure`; write it with `figure.savef
 a notebook. No window is opened, and pyplot's state does not change.
 """
 
-from decentfn.plots.curves import consensus, run, training_curves
+from decentfn.plots.curves import consensus, training_curves
 from decentfn.plots.graphs import graph, matrix, topology
 from decentfn.plots.links import step_times
 
-__all__ = ["consensus", "graph", "matrix", "run", "step_times", "topology", "training_curves"]
+__all__ = ["consensus", "graph", "matrix", "step_times", "topology", "training_curves"]

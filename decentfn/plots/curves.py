@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from decentfn.core.formatting import brief
 from decentfn.core.numbers import require
 from decentfn.plots import paper
-from decentfn.train import logs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -67,38 +64,6 @@ def consensus(distances: Any, *, steps: Any = None, axes: Axes | None = None) ->
     if None not in curves:
         axes.legend(frameon=False)
     return figure
-
-
-def run(log: str | os.PathLike[str] | Iterable[Mapping[str, Any]]) -> Figure:
-    """Plot a run's log: the loss, and the consensus distance if it is logged.
-
-    Args:
-        log: a file of JSON lines, as `examples/train_lm.py` writes it, or a list of dictionaries. Lines with a `step`
-            and a `loss` are used: a number, or a list with one per worker, as is `losses`, which comes first;
-            `consensus_distance` adds a second panel.
-    """
-    lines = [line for line in _read(log) if isinstance(line, Mapping) and "step" in line and "loss" in line]
-    form = '{"step": 0, "loss": [5.1, 5.3], "consensus_distance": 0.1}'
-    rule = f"no line has a step and a loss; lines look like {form}."
-    require(len(lines) > 0, f"df.plots.run({brief(log)})", rule)
-    steps = [line["step"] for line in lines]
-    apart = [line["consensus_distance"] for line in lines if "consensus_distance" in line]
-    both = len(apart) == len(lines)
-    figure = paper.blank("run", 9 if both else 6, 3.4)
-    panels = figure.subplots(1, 2 if both else 1, squeeze=False)[0]
-    losses = [line.get("losses", line["loss"]) for line in lines]
-    training_curves(losses, steps=steps, axes=panels[0])
-    if both:
-        consensus(apart, steps=steps, axes=panels[1])
-    return figure
-
-
-def _read(log: Any) -> list[Any]:
-    if isinstance(log, (str, os.PathLike)):
-        return logs.read(log)
-    is_list = isinstance(log, Iterable) and not isinstance(log, Mapping)
-    require(is_list, f"df.plots.run({brief(log)})", "a path, or a list of dictionaries, one per line of the log.")
-    return list(log)
 
 
 def _numbers(call: str, what: str, values: Any, shapes: str) -> np.ndarray:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import heapq
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,6 +65,15 @@ class Timeline(NamedTuple):
     """`[steps, N]`, how long the worker waited for messages in it."""
     trace: Trace | None = None
     """Arrivals, for workers that wait for nobody; until the first of them has taken all of its steps."""
+    messages: np.ndarray | None = None
+    """`[M, 4]`, sender, receiver, when it leaves and arrives: messages of the first 1,000 steps, if they are awaited."""
+
+    def save(self, path: str | Path) -> None:
+        """Write what `decentfn report` draws: the times as JSON, or the trace."""
+        if self.trace is not None:
+            return self.trace.save(path)
+        times = zip(self._fields, self, strict=True)
+        Path(path).write_text(json.dumps({name: x.tolist() for name, x in times if isinstance(x, np.ndarray)}))
 
 
 class Merges(NamedTuple):
@@ -146,7 +157,7 @@ class Clock:
         if not exchange.is_awaited:
             start, end, waited, trace = own_steps(self, made, exchange.nbytes, steps, first)
             return Timeline(start, end, waited, trace)
-        rows, known = np.zeros((3, steps, n)), dict[int, tuple[Messages, np.ndarray]]()
+        rows, known, travels = np.zeros((3, steps, n)), dict[int, tuple[Messages, np.ndarray]](), list[np.ndarray]()
         now, free, arrived = np.zeros(n), np.zeros(n), [np.zeros(n)] * exchange.delay
         for k in range(steps):
             compute, t = self.seconds(first + k), first + k
@@ -155,14 +166,17 @@ class Clock:
                 known[place] = self.travels(exchange, t)
             (m, lasts), done = known[place], self.after(now, compute)
             ready = np.maximum(self.after(now, exchange.begins * compute), free)
-            ends = together(m, np.maximum(ready[m.senders], ready[m.receivers])) + lasts
+            leave = together(m, np.maximum(ready[m.senders], ready[m.receivers]))
+            ends = leave + lasts
+            if k < 1000:
+                travels.append(np.stack([m.senders, m.receivers, leave, ends], 1))
             there = np.zeros(n)
             np.maximum.at(there, np.concatenate([m.senders, m.receivers]), np.concatenate([ends, ends]))
             arrived, free = [*arrived, there], np.maximum(free, there)
             rows[0, k], now = now, np.maximum(done, arrived.pop(0))
             rows[1, k], rows[2, k] = now, now - done
         start, end, waited = rows
-        return Timeline(start, end, waited)
+        return Timeline(start, end, waited, None, np.concatenate(travels))
 
     def travels(self, exchange: Exchange, t: int) -> tuple[Messages, np.ndarray]:
         """Return the messages of step `t`, and the seconds that each travels."""

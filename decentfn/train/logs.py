@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from copy import copy
 from functools import partial
 from itertools import chain, count, takewhile
@@ -18,6 +19,8 @@ import torch
 from decentfn.comm import collectives
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import at_least
+from decentfn.kit.state import Metrics
+from decentfn.train.consensus import consensus_distance, gather, mean
 from decentfn.train.together import make_directory, on_first, one_path
 
 __all__ = ["JSONLines", "read"]
@@ -48,6 +51,38 @@ class JSONLines(AbstractContextManager["JSONLines", None]):
         self._here = collectives.everyone()
         self._unsaid: list[tuple[Mapping[str, Any], int]] = []  # of the last step, which process 0 may not have ended
         self._file = self.path.open("ab", buffering=0) if self._here.rank == 0 else None
+        self._started, self._counting = on_first("JSONLines", time.time), ExitStack()
+        self._counted = self._counting.enter_context(collectives.communication())
+
+    def record(self, state: Any, metrics: Metrics, step: int, **more: Any) -> dict[str, Any]:
+        """Append what `decentfn report` shows of step `t`, and return it: `write` of numbers of all workers. Collective.
+
+        Means, `losses` `[N]`, `seconds` since the log was `started`, the numbers of the `workers`, and since the last call
+        `links`, `[from, to, bytes, is_inside]`, and `waited`, `[who, for whom, seconds]`, of processes. `more` are further
+        values, such as `tokens_per_s`, or other ones in place of these: `seconds` of a clock.
+        """
+        losses = gather(state, metrics.loss)
+        everyone, here, c = collectives.everyone(), collectives.world().identity, self._counted
+        processes = everyone.processes_per_worker
+        peers = [(r, x.bytes_sent, here.is_inside(r), x.seconds_waited) for r, x in c.peers.items() if r < here.size]
+        told = collectives.gather_objects((everyone.place // processes, peers, c.seconds_waited), everyone)
+        numbers, local = [its[0] for its in told[::processes]], len(losses) * processes // len(told)
+        line = {
+            "started": self._started,
+            "seconds": time.time() - self._started,
+            "loss": losses.double().mean(),
+            "losses": losses,
+            "grad_norm": mean(state, metrics.grad_norm),
+            "consensus_distance": consensus_distance(state),
+            "workers": [i * local + k for i in numbers for k in range(local)],
+            "links": [[i, numbers[r], sent, is_in] for i, its, _ in told for r, sent, is_in, _ in its if sent],
+            "waited": [[i, numbers[r], round(x, 6)] for i, its, _ in told for r, *_, x in its if x]
+            + [[i, None, round(total - sum(x for *_, x in its), 6)] for i, its, total in told],
+        }
+        self.write(line | more, step)
+        self._counting.close()
+        self._counted = self._counting.enter_context(collectives.communication())
+        return line | more
 
     def write(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Append a line on process 0, do nothing on others; not collective.
@@ -79,6 +114,7 @@ class JSONLines(AbstractContextManager["JSONLines", None]):
 
     def close(self) -> None:
         """Close the log."""
+        self._counting.close()
         if self._file is not None:
             self._file.close()
 

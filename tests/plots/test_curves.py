@@ -1,6 +1,5 @@
 """Curves show the numbers they are given; the library itself does not load matplotlib."""
 
-import json
 import subprocess
 import sys
 
@@ -37,24 +36,6 @@ def test_consensus_curves_are_named_and_end_where_all_are_equal():
     assert df.plots.consensus(torch.ones(3), axes=axes) is axes.figure and len(axes.lines) == 3
 
 
-def lines(loss):
-    return [{"step": 10 * t, "loss": loss(t), "consensus_distance": 1 / (t + 1)} for t in range(3)]
-
-
-def test_a_log_becomes_its_losses_beside_its_consensus_distance(tmp_path):
-    path = tmp_path / "log.jsonl"
-    written = [{"config": {}}, *lines(lambda t: 4.0 - t), {"seconds": 3}]
-    path.write_text("\n".join(json.dumps(line) for line in written) + "\n")
-    for log in (path, str(path), written):
-        loss, distance = df.plots.run(log).axes
-        assert loss.lines[0].get_ydata().tolist() == [4.0, 3.0, 2.0]
-        assert distance.lines[0].get_ydata().tolist() == [1.0, 1 / 2, 1 / 3]
-        assert distance.lines[0].get_xdata().tolist() == [0, 10, 20]
-    workers = df.plots.run(lines(lambda t: [1.0 * t, 3.0 * t])).axes[0].lines
-    assert [line.get_ydata()[-1] for line in workers] == [2.0, 6.0, 4.0]
-    assert len(df.plots.run([{"step": 0, "loss": 1.0}]).axes) == 1
-
-
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
@@ -66,21 +47,11 @@ def test_a_log_becomes_its_losses_beside_its_consensus_distance(tmp_path):
         (lambda p: p.training_curves([1.0], axes=3), "axes are one matplotlib Axes"),
         (lambda p: p.consensus({}), "no curve to draw"),
         (lambda p: p.consensus({"ring": [[1.0]]}), r"expected numbers \[T\]"),
-        (lambda p: p.run([{"loss": 3.0}]), "no line has a step and a loss"),
-        (lambda p: p.run(7), "a path, or a list of dictionaries"),
-        (lambda p: p.run([{"step": 0, "loss": "high"}]), "expected numbers"),
     ],
 )
 def test_what_cannot_be_drawn_is_said_in_a_sentence(call, sentence):
     with pytest.raises(ValueError, match=sentence):
         call(df.plots)
-
-
-def test_a_file_that_is_no_log_is_said_in_a_sentence(tmp_path):
-    path = tmp_path / "log"
-    path.write_text('{"step": 0, "loss": 1}\nnonsense\n')
-    with pytest.raises(ValueError, match="log, line 2: .* not a log of JSON lines"):
-        df.plots.run(path)
 
 
 def test_without_matplotlib_the_library_works_and_a_picture_names_the_extra():

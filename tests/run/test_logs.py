@@ -59,16 +59,6 @@ def test_what_is_not_finite_is_null_wherever_it_is_in_a_line_also_in_one_of_an_o
         log.write({"loop": loop})
 
 
-def test_a_log_with_nulls_is_drawn_with_gaps(tmp_path):
-    pytest.importorskip("matplotlib")
-    with df.logs.JSONLines(tmp_path / "log.jsonl") as log:
-        for step, loss in enumerate([2.0, float("nan"), 1.0]):
-            log.write({"loss": [loss, 1.0], "consensus_distance": loss}, step)
-    left, right = df.plots.run(log.path).axes
-    assert np.isnan(left.lines[0].get_ydata()).tolist() == [False, True, False]
-    assert np.isnan(right.lines[0].get_ydata()).tolist() == [False, True, False]
-
-
 def test_a_second_run_does_not_write_over_the_first(tmp_path):
     for number in range(3):
         with df.logs.JSONLines(tmp_path / "log.jsonl") as log:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -147,6 +148,31 @@ def test_the_lowest_that_is_left_writes_the_log_on(at, when, tmp_path):
     assert [line["step"] for line in said[:-1:2]] == [*range(STEPS)]
     writers = [line["rank"] for line in said[:-1:2]]
     assert writers == sorted(writers) and writers[at:] == [1] * (STEPS - at)
+
+
+def test_records_after_a_loss_are_of_those_that_are_left_by_their_own_numbers_and_of_the_same_start(tmp_path):
+    def train(rank):
+        init, step = losses.of_row("adapt_while_communicate", "base")(3)
+        step = df.survive(losses.dying(step, 2, "before") if rank == 0 else step, patience=timedelta(seconds=20))
+        state, log = init(losses.start(rank, False)), df.logs.JSONLines(tmp_path / "log.jsonl")
+        for t in range(STEPS):
+            try:
+                state, metrics = step(state, torch.ones(1, dtype=F64), t)
+            except losses.Gone:
+                leave(step)
+                break
+            with suppress(df.errors.PeerLost):  # of a call that the loss meets
+                log.record(state, metrics, t)
+        log.close()
+
+    on_ranks(3, train)
+    lines = df.logs.read(tmp_path / "log.jsonl")
+    workers = [line["workers"] for line in lines if line["step"] != 2]
+    assert workers == [[0, 1, 2]] * 2 + [[1, 2]] * (STEPS - 3)
+    assert len({line["started"] for line in lines}) == 1
+    for line in lines:
+        ends = {i for link in line["links"] for i in link[:2]} | {i for i, *_ in line["waited"]}
+        assert ends <= set(line["workers"]) and line["links"]
 
 
 class ForgottenSend:

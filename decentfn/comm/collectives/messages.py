@@ -259,11 +259,14 @@ class Communication(Traffic):
     """Part to and from other workers of its node."""
     within_worker: Traffic = field(default_factory=Traffic, repr=False)
     """Traffic with the other processes of its worker, in addition; without PyTorch's own, such as the gathers of FSDP2."""
+    peers: dict[int, Traffic] = field(default_factory=dict, repr=False)
+    """Part to and from each rank; a mean is awaited from several, so whose part of the wait is unknown."""
 
     def add(self, here: Identity, ranks: Sequence[int], **numbers: float) -> None:
-        """Add to the totals, and to the class of this process's links to these ranks."""
+        """Add to the totals, to the class of this process's links to these ranks, and to the rank if it is one."""
         is_inside = all(map(here.is_inside, ranks))
-        for traffic in (self, self.inside if is_inside else self.between):
+        one = [self.peers.setdefault(ranks[0], Traffic())] if len(ranks) == 1 and ranks[0] != here.rank else []
+        for traffic in (self, self.inside if is_inside else self.between, *one):
             for name, number in numbers.items():
                 setattr(traffic, name, getattr(traffic, name) + number)
 
