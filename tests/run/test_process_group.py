@@ -101,17 +101,6 @@ def test_where_init_process_groups_arguments_go_is_said(environment):
         df.init(init_method="tcp://localhost:29500")
 
 
-def test_a_group_of_mpi_is_refused_before_anything_is_sent(monkeypatch):
-    monkeypatch.setattr(membership.dist, "get_backend_config", lambda: "cpu:mpi,cuda:mpi")
-
-    class Two:
-        size = 2
-
-    monkeypatch.setattr(membership, "everyone", Two)
-    with pytest.raises(ValueError, match=r"init\(params\): the process group \(cpu:mpi.*leave the group to df\.init"):
-        collectives.require_messages_from("init(params)", torch.device("cpu"))
-
-
 @pytest.mark.parametrize("variables", [{}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, {"SLURM_NTASKS": "4"}])
 def test_one_process_is_one_worker(environment, variables):
     environment(variables)
