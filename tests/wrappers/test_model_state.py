@@ -280,8 +280,6 @@ def test_where_buffers_cannot_be_averaged_it_says_so():
         df.average_buffers(pushed)
     with pytest.raises(ValueError, match=r"gamma=1\.5"):
         df.average_buffers(push, gamma=1.5)
-    with pytest.raises(TypeError, match=r"wrapper: df\.average_buffers"):
-        df.diloco(lambda p, b: p.sum(), df.sgd(0.1), df.topology("complete", N), average_buffers=True)
 
 
 def test_on_a_column_stochastic_graph_averaging_would_drive_equal_buffers_apart():
