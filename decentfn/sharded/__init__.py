@@ -1,6 +1,7 @@
 """Workers of several processes: their groups, the operators between them, and modules that PyTorch has sharded over them."""
 
 from decentfn.sharded.modules import (
+    as_placed,
     is_sharded,
     leave,
     local,

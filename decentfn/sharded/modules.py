@@ -155,20 +155,25 @@ def unsharded(shards: Iterable[tuple[nn.Parameter, Tensor]]) -> list[Tensor | No
 
     One by one. Collective within the worker.
     """
-    from torch.distributed.tensor import DTensor
-
     here = everyone()
     tensors: list[Tensor | None] = []
     with torch.no_grad():
         for p, shard in shards:
-            one = shard
-            if isinstance(p, DTensor):
+            one = as_placed(p, shard)
+            if one is not shard:
                 with met(here, "gathering a parameter", 0, _own_processes(here)):
-                    one = DTensor.from_local(
-                        shard, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-                    ).full_tensor()
+                    one = one.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
             tensors.append(one.cpu() if here.process == 0 else None)
     return tensors
+
+
+def as_placed(p: nn.Parameter, shard: Tensor) -> Tensor:
+    """Return this process's shard as a DTensor placed like the parameter; itself if the parameter is not sharded."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(p, DTensor):
+        return shard
+    return DTensor.from_local(shard, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
 def sharded(tensors: Iterable[tuple[Tensor, Tensor | None]]) -> list[Tensor]:

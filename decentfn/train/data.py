@@ -21,10 +21,12 @@ from decentfn.core import trees
 from decentfn.core.draws import drawing_by, hashed, worker_seed
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import at_least, checks_numbers, require
+from decentfn.train.epochs import GENERATORS, Epochs
 from decentfn.train.own_steps import until
 
 __all__ = [
     "BatchSampler",
+    "Epochs",
     "Seeded",
     "Shards",
     "batch_sampler",
@@ -211,8 +213,10 @@ def seeded(dataset: Any, seed: int = 0) -> Seeded:
 
 
 @checks_numbers
-def epochs(loader: Iterable[Any], num_epochs: int, *, start: int = 0) -> Iterator[tuple[int, Any]]:
+def epochs(loader: Iterable[Any], num_epochs: int, *, start: int = 0, generators: Sequence[Any] = ()) -> Epochs:
     """Yield `(t, batch)` of several epochs of a loader; t counts on from one epoch to the next.
+
+    The iterator has `state_dict` and `load_state_dict`, with which a run continues in the middle of an epoch.
 
     `set_epoch(epoch)` of the loader, its samplers and dataset is called before each epoch, if they have it.
 
@@ -221,10 +225,12 @@ def epochs(loader: Iterable[Any], num_epochs: int, *, start: int = 0) -> Iterato
             batches have their own t.
         num_epochs: epochs in all, >= 1.
         start: the first t, as `df.checkpoint.restore` returns it; the batches before it in its epoch are read and
-            discarded, and without `len(loader)` those of all epochs before.
+            discarded, and without `len(loader)` those of all epochs before. Not needed with `load_state_dict`.
+        generators: what else draws numbers for the batches and belongs in the state, of `torch.Generator`,
+            `np.random.Generator` or `random.Random`; the global ones and `loader.generator` are in it.
 
     Raises:
-        ValueError: `num_epochs` < 1, `start` < 0, an iterator (a second epoch would be empty), or a `batch_sampler`.
+        ValueError: `num_epochs` < 1, `start` < 0, another kind of generator, an iterator (a second epoch would be empty), or a `batch_sampler`.
 
     >>> list(epochs(["a", "b", "c"], 2, start=2))
     [(2, 'c'), (3, 'a'), (4, 'b'), (5, 'c')]
@@ -240,25 +246,14 @@ def epochs(loader: Iterable[Any], num_epochs: int, *, start: int = 0) -> Iterato
             f"epochs(loader={brief(loader)}, {num_epochs}): df.data.batch_sampler goes through all epochs by itself, from its "
             "first_step on: `for t, batch in enumerate(loader, first_step)`."
         )
-    return _epochs(loader, num_epochs, start)
-
-
-def _epochs(loader: Any, num_epochs: int, start: int) -> Iterator[tuple[int, Any]]:
-    try:
-        size = len(loader)
-    except TypeError:  # also of a DataLoader of a stream
-        size = 0
-    samplers = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
-    parts = [loader, getattr(loader, "dataset", None), *samplers, getattr(samplers[1], "sampler", None)]
-    first = start // size if size else 0
-    t = first * size
-    for epoch in range(first, num_epochs):
-        for part in {id(part): part for part in parts if hasattr(part, "set_epoch")}.values():
-            part.set_epoch(epoch)
-        for batch in loader:
-            if t >= start:
-                yield t, batch
-            t += 1
+    for one in generators:
+        require(
+            isinstance(one, GENERATORS),
+            "epochs",
+            "torch.Generator, np.random.Generator or random.Random.",
+            generators=one,
+        )
+    return Epochs(loader, num_epochs, start, generators)
 
 
 @checks_numbers

@@ -64,10 +64,25 @@ def _gathered(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Any]:
     sharded.own_shards(module)
     parameters = dict(module.named_parameters())
     unsharded = sharded.unsharded((p, tensors[name]) for name, p in parameters.items())
-    values: dict[int, Any] = {id(b): tensors[name].detach().clone() for name, b in module.named_buffers()}
-    values |= {id(p): one for p, one in zip(parameters.values(), unsharded, strict=True)}
     if collectives.everyone().process:
         return {}
+    return _with_values(module, tensors, dict(zip(parameters, unsharded, strict=True)))
+
+
+def state_dict_in_place(module: nn.Module, state: State) -> dict[str, Any]:
+    """Return the mean as a state dict whose sharded tensors are DTensors, of this process's shards. Collective."""
+    if not sharded.is_sharded(module):
+        return state_dict(module, state, consensus=True)
+    tensors = _named("export(path, module, state)", module, consensus_mean(state), consensus_buffers(state))
+    sharded.own_shards(module)
+    placed = {name: sharded.as_placed(p, tensors[name]) for name, p in module.named_parameters()}
+    return _with_values(module, tensors, placed)
+
+
+def _with_values(module: nn.Module, tensors: dict[str, Tensor], parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a sharded module's state dict with these parameters, and its buffers from `tensors`."""
+    values: dict[int, Any] = {id(b): tensors[name].detach().clone() for name, b in module.named_buffers()}
+    values |= {id(p): parameters[name] for name, p in module.named_parameters()}
     return {name: values.get(id(x), x) for name, x in module.state_dict(keep_vars=True).items()}
 
 

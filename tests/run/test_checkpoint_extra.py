@@ -51,6 +51,7 @@ EXTRAS = {
     "bytes": [b"", b"abc", b"\x00\xff", torch.arange(3), 1],
     "tensors": [torch.tensor(True), torch.zeros(0, 2), torch.ones(3, dtype=torch.bfloat16), torch.eye(3).t()[1:]],
     "arrays": (np.arange(5), np.float32([[1, 2]]), np.array(3)),
+    "unsigned": [torch.tensor([2**63], dtype=torch.uint64), np.uint32([2**32 - 1]), np.uint16([1])],
     "names": {"decentfn kind": "tensor", "name": "x"},
 }
 

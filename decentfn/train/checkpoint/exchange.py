@@ -1,8 +1,10 @@
-"""Export and import of weights: plain state dicts in safetensors files."""
+"""Export and import of weights: plain state dicts in safetensors files, or as PyTorch's distributed checkpoint."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,35 +15,50 @@ from torch import Tensor, nn
 
 from decentfn.comm import collectives
 from decentfn.core.formatting import brief
+from decentfn.core.numbers import require
 from decentfn.errors import CheckpointCorrupt
 from decentfn.kit.state import State
 from decentfn.train.checkpoint import files
 from decentfn.train.checkpoint.layout import DTYPES, encoded
-from decentfn.train.state_dicts import state_dict, without_compiled
-from decentfn.train.together import as_path, on_first
+from decentfn.train.state_dicts import state_dict, state_dict_in_place, without_compiled
+from decentfn.train.together import as_path, on_first, together
 
 
 @collectives.calling("df.checkpoint.export(path, module, state)", of_state=True)
-def export(path: str | Path, module: nn.Module, state: State) -> None:
-    """Write the mean over all workers as a safetensors file. Collective.
+def export(path: str | Path, module: nn.Module, state: State, *, format: str = "safetensors") -> None:
+    """Write the mean over all workers as a safetensors file, or for `torch.distributed.checkpoint`. Collective.
 
     As by safetensors' `save_model`, a tied tensor has one name in the file, so `load_model(module, path)` reads it, and
     `import_(path)` gives all names, for a strict `module.load_state_dict`. Names are those of a module that is not
     compiled. Process 0 writes the file and then replaces an older one of that name.
 
     Args:
-        path: path of the file.
+        path: path of the file; of a new directory for "dcp".
         module: the module of `df.functional`; it is not changed.
         state: a training state, of one worker or stacked; `df.ema_state(state)` for the average of `df.ema`.
+        format: "safetensors", or "dcp" for `torch.distributed.checkpoint.load(module.state_dict(), checkpoint_id=path)`,
+            sharded in any way: tied tensors under each name, and each process of worker 0 writes its own shards.
 
     Raises:
-        ValueError: the module's `state_dict` contains non-tensors (`get_extra_state`) or other shapes than the state.
-        OSError: on all processes, if the file cannot be written.
+        ValueError: the module's `state_dict` contains non-tensors (`get_extra_state`) or other shapes than the state;
+            another format.
+        OSError: on all processes, if the file cannot be written, or the directory exists and is not empty.
     """
     path = as_path("export(path, module, state)", path)
     if not isinstance(module, nn.Module):
         raise ValueError(f"export(module={brief(module)}): expected the nn.Module of df.functional.")
-    on_first("export", _write, path, state_dict(module, state, consensus=True), module.state_dict(keep_vars=True))
+    require(format in ("safetensors", "dcp"), "export", '"safetensors" or "dcp".', format=format)
+    if format == "safetensors":
+        on_first("export", _write, path, state_dict(module, state, consensus=True), module.state_dict(keep_vars=True))
+        return
+    named, own = state_dict_in_place(module, state), module.state_dict(keep_vars=True)
+    temporary = Path(on_first("export", _begin_directory, path))
+    try:
+        together("export", _write_shards, temporary, named, own)
+        on_first("export", files.publish, temporary, path)
+    finally:
+        if collectives.everyone().rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def import_(path: str | Path) -> dict[str, Tensor]:
@@ -72,7 +89,7 @@ def import_(path: str | Path) -> dict[str, Tensor]:
     return named
 
 
-def _write(path: Path, named: dict[str, Any], own: dict[str, Any]) -> None:
+def _require_tensors(path: Path, named: dict[str, Any], own: dict[str, Any]) -> None:
     for name, x in named.items():
         if not isinstance(x, torch.Tensor) or x.dtype not in DTYPES:
             raise ValueError(
@@ -84,6 +101,10 @@ def _write(path: Path, named: dict[str, Any], own: dict[str, Any]) -> None:
                 f"export(path, module, state): {name!r} is {list(x.shape)} in the state and {list(own[name].shape)} in "
                 "the module; give the module of df.functional."
             )
+
+
+def _write(path: Path, named: dict[str, Any], own: dict[str, Any]) -> None:
+    _require_tensors(path, named, own)
     first: dict[int, str] = {}
     names = {name: without_compiled(first.setdefault(id(own[name]), name)) for name in named}
     tied = {without_compiled(name): kept for name, kept in names.items() if without_compiled(name) != kept}
@@ -94,3 +115,27 @@ def _write(path: Path, named: dict[str, Any], own: dict[str, Any]) -> None:
         files.publish(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _begin_directory(path: Path) -> str:
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise FileExistsError(f"export({str(path)!r}, format='dcp'): it exists; give a new directory.")
+    return str(path.with_name(f".{path.name}.{os.getpid()}"))
+
+
+def _write_shards(path: Path, named: dict[str, Any], own: dict[str, Any]) -> None:
+    """Write the state dict by PyTorch's distributed checkpoint, on the processes of worker 0."""
+    from torch.distributed.checkpoint.api import CheckpointException  # takes a second
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    here = collectives.everyone()
+    if here.worker:
+        return
+    _require_tensors(path, named, own)
+    named, group = {without_compiled(name): x for name, x in named.items()}, here.channels.intra_worker
+    with warnings.catch_warnings(action="ignore"):  # that there is one process
+        try:
+            save(named, checkpoint_id=path, process_group=group, no_dist=group is None)
+        except CheckpointException as error:  # no Exception
+            cause, _ = next(iter(error.failures.values()))
+            raise OSError(f"export(format='dcp'): {cause}") from error

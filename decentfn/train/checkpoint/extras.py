@@ -77,7 +77,7 @@ def unpacked(value: Any, tensor: Callable[[str], Tensor]) -> Any:
 
 
 def generators(device: torch.device) -> dict[str, Tensor]:
-    """Return the states of this process's random number generators, by their names in files; `device`: the parameters'."""
+    """Return the states of this process's random number generators, by name; `device`: the parameters'."""
     found = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         found["cuda"] = torch.cuda.get_rng_state(device)
@@ -87,7 +87,7 @@ def generators(device: torch.device) -> dict[str, Tensor]:
     if isinstance(legacy, tuple) and legacy[0] == "MT19937":
         _, words, position, has_normal, normal = legacy
         found["numpy"] = _joined([*words.tolist(), position, has_normal], normal)
-    return {f"{GENERATOR}{name}": state for name, state in found.items()}
+    return found
 
 
 def set_generators(found: dict[str, Tensor], device: torch.device) -> None:

@@ -283,7 +283,7 @@ def _content_of(
     leaves = [leaf for leaf in leaves if leaf.name not in left_out]
     tensors = {leaf.name: leaf.values for leaf in leaves}
     places = {leaf.name: place(leaf, first, num_workers) for leaf in leaves}
-    loose = extras.generators(state.params[0].device)
+    loose = {f"{extras.GENERATOR}{name}": x for name, x in extras.generators(state.params[0].device).items()}
     about = {
         "step": step,
         "num_workers": num_workers,

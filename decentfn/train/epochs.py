@@ -1,0 +1,159 @@
+"""Epochs of a loader as numbered batches, and the state from which another process reads the rest of them."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from decentfn.comm import collectives
+from decentfn.core.formatting import brief
+from decentfn.train.checkpoint import extras
+
+_log = logging.getLogger("decentfn")
+GENERATORS = (torch.Generator, np.random.Generator, random.Random)
+"""Kinds of generators whose states are kept."""
+
+_END = object()
+
+
+class Epochs(Iterator[tuple[int, Any]]):
+    """Numbered batches `(t, batch)` of several epochs, which another process can continue. Made by `epochs`.
+
+    Save with `saver.save(state, t + 1, extra=batches.state_dict())`, and after `df.checkpoint.restore` call
+    `batches.load_state_dict(extra)`: the batches and random numbers that follow are those of a run that did not stop. A
+    loader with `state_dict` sets its position itself. Any other is read again from the start of its epoch, with the
+    generators as they were then.
+    """
+
+    def __init__(self, loader: Any, num_epochs: int, start: int, generators: Sequence[Any]) -> None:
+        samplers = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
+        parts = [loader, getattr(loader, "dataset", None), *samplers, getattr(samplers[1], "sampler", None)]
+        self._parts = list({id(part): part for part in parts}.values())
+        own = [*generators, *(getattr(part, "generator", None) for part in self._parts)]
+        self._generators = list({id(one): one for one in own if isinstance(one, GENERATORS)}.values())
+        self._loader, self._num_epochs, self._t = loader, num_epochs, start
+        size = _length(loader)
+        self._epoch = start // size if size else 0
+        self._first = self._epoch * size
+        """t of the epoch's first batch."""
+        self._at_first: Any = None
+        """States of the generators before the epoch's first batch, once it has been read."""
+        self._resumed: dict[str, Any] = {}
+        self._batches = self._read()
+
+    def __next__(self) -> tuple[int, Any]:
+        return next(self._batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, the loader's state and those of all generators, after the step of a batch.
+
+        Raises:
+            ValueError: a loader without a state of its own, whose processes outlive an epoch (`persistent_workers=True`).
+        """
+        has_state = hasattr(self._loader, "state_dict")
+        if not has_state and getattr(self._loader, "persistent_workers", False):
+            raise ValueError(
+                "epochs(loader, ...).state_dict(): processes that outlive an epoch keep their random numbers; make the "
+                "DataLoader with persistent_workers=False."
+            )
+        here, now = collectives.everyone(), self._drawn()
+        return self._resumed or {
+            "t": self._t,
+            "epoch": self._epoch,
+            "first": self._first,
+            "process": [here.rank, here.size],
+            "loader": self._loader.state_dict() if has_state and self._at_first else None,
+            "at first": self._at_first or now,
+            "now": now,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was called; before the first batch.
+
+        With another number of processes the data are divided anew: the epoch starts again, `t` continues, and the log
+        says so at WARNING.
+
+        Raises:
+            ValueError: not the state of such a loader and such generators; a batch has been read.
+        """
+        call, here = "epochs(loader, ...).load_state_dict(state)", collectives.everyone()
+        if not isinstance(state, Mapping) or "at first" not in state:
+            raise ValueError(
+                f"{call}: {brief(state)} is not the result of state_dict(), which Saver.save(extra=) takes."
+            )
+        if self._at_first:
+            raise ValueError(f"{call}: batches have been read; call it before the loop.")
+        theirs, mine = len(state["now"]["own"]), len(self._generators)
+        if theirs != mine or state["loader"] is not None and not hasattr(self._loader, "load_state_dict"):
+            raise ValueError(
+                f"{call}: it is of a loader {'with' if state['loader'] else 'without'} state_dict and of {theirs} generators "
+                f"besides the global ones, and here are {mine}; pass the same kind of loader and the same generators=."
+            )
+        self._t, self._epoch, self._first = state["t"], state["epoch"], state["first"]
+        if state["process"] == [here.rank, here.size]:
+            self._resumed = dict(state)
+            return
+        self._first = self._t
+        _log.warning(
+            "epochs: process %d of %d read these batches, and this is process %d of %d: epoch %d starts again, with t=%d",
+            *(*state["process"], here.rank, here.size, self._epoch, self._t),
+        )
+
+    def _read(self) -> Iterator[tuple[int, Any]]:
+        state, self._resumed = self._resumed, {}
+        t, start, then = self._first, self._t, None
+        if state:
+            self._draw_from(state["at first"])  # the seeds of a loader's processes are drawn again
+            then = state["now"] if start > t else None
+            if state["loader"] is not None:
+                self._loader.load_state_dict(state["loader"])
+                t = start
+        for epoch in range(self._epoch, self._num_epochs):
+            for part in self._parts:
+                if hasattr(part, "set_epoch"):
+                    part.set_epoch(epoch)
+            self._epoch, self._at_first = epoch, self._drawn()
+            batches = iter(self._loader)
+            while True:
+                if then is not None and t == start:
+                    self._draw_from(then)
+                    then = None
+                if (batch := next(batches, _END)) is _END:
+                    break
+                t += 1
+                if t > start:
+                    self._t = t
+                    yield t - 1, batch
+            self._first = t
+        self._epoch, self._at_first = self._num_epochs, self._drawn()
+
+    def _drawn(self) -> dict[str, Any]:
+        """Return the states of the global generators and of the loader's own."""
+        own = [
+            one.get_state() if isinstance(one, torch.Generator)
+            else one.getstate() if isinstance(one, random.Random) else one.bit_generator.state
+            for one in self._generators
+        ]  # fmt: skip
+        return {"global": extras.generators(torch.device("cpu")), "own": own}
+
+    def _draw_from(self, states: Mapping[str, Any]) -> None:
+        extras.set_generators(states["global"], torch.device("cpu"))
+        for one, its in zip(self._generators, states["own"], strict=True):
+            if isinstance(one, torch.Generator):
+                one.set_state(its)
+            elif isinstance(one, random.Random):
+                one.setstate(its)
+            else:
+                one.bit_generator.state = its
+
+
+def _length(loader: Any) -> int:
+    try:
+        return len(loader)
+    except TypeError:  # also of a DataLoader of a stream
+        return 0
