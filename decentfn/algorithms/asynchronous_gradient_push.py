@@ -28,6 +28,7 @@ from torch import Tensor
 from decentfn import kit
 from decentfn.comm import collectives, gossip
 from decentfn.core.buckets import loose
+from decentfn.core.numbers import require
 from decentfn.topologies import every as every_steps
 
 _CALL = "asynchronous_gradient_push"
@@ -69,7 +70,7 @@ def asynchronous_gradient_push(
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
-        ValueError: `every` < 1, averages in groups, a self-weight of 0, workers of several processes, or a loss scale that
+        ValueError: `every` < 1, averages in groups, a self-weight of 0, `shared`, workers of several processes, or a loss scale that
             all workers agree on.
     """
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
@@ -131,6 +132,8 @@ def _check(topology: kit.Topology, worker: kit.Worker) -> None:
             f"{_CALL}: {topology.name!r} has a self-weight of {smallest:g}, so a worker would give all of its mass away and have "
             "no weight to divide by; use a topology with positive self-weights."
         )
+    rule = "mail carries all parameters; leave it out, or use stochastic_gradient_push."
+    require(worker.shared is None, _CALL, rule, shared=worker.shared)
     if worker.within_worker.processes > 1:
         raise ValueError(
             f"{_CALL}: a worker of {worker.within_worker.processes} processes, which would take different mail; each worker is "

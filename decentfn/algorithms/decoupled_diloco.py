@@ -136,7 +136,14 @@ def decoupled_diloco(
     ) -> tuple[kit.Buckets, kit.Buckets | None]:
         """Return Δ of all fragments, and the error that it leaves."""
         pairs = zip(fragments.split(list(delta)), own, strict=True)
-        parts = [[torch.where(share != 0, d, 0.0) * share.to(d.dtype) for d in pieces] for pieces, share in pairs]
+        plans = delta.plan.buckets
+        parts = [
+            [
+                torch.where(share != 0, d, 0.0) * (share.to(d.dtype) if plan.is_shared else 1)
+                for d, plan in zip(pieces, plans, strict=True)
+            ]
+            for pieces, share in pairs
+        ]
         if feedback is not None and error is not None:
             fed = feedback.add(fragments.join(parts, delta.plan), error, t)
             fed = kit.where(fragments.mask(delta, torch.stack(own) != 0), fed, kit.each(torch.zeros_like, fed))
@@ -144,9 +151,9 @@ def decoupled_diloco(
             return fragments.join([mean_compressed(q) for q in posted], delta.plan), left
         means = []
         for pieces, schedule in zip(parts, schedules, strict=True):
-            pairs = zip(pieces, delta.plan.buckets, strict=True)
-            sent = [gossip.narrow(piece, plan.dtype, wire) for piece, plan in pairs]
-            means.append(gossip.mean(buckets.loose(sent), schedule, t))
+            pairs = zip(pieces, plans, strict=True)
+            sent = [gossip.narrow(piece, plan.dtype, wire if plan.is_shared else None) for piece, plan in pairs]
+            means.append(gossip.mean(buckets.loose(sent, plans), schedule, t))
         return kit.each(lambda mean, d: mean.to(d.dtype), fragments.join(means, delta.plan), delta), None
 
     def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:

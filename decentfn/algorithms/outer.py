@@ -131,7 +131,7 @@ class Feedback:
         """Start to send q of each fragment of e; also return `e - q`."""
         pieces = [gossip.narrow(b, plan.dtype) for b, plan in zip(e, e.plan.buckets, strict=True)]
         pairs = zip(fragments.split(pieces), schedules, strict=True)
-        posted = [self.post(loose(fragment), schedule, t) for fragment, schedule in pairs]
+        posted = [self.post(loose(fragment, e.plan.buckets), schedule, t) for fragment, schedule in pairs]
         return posted, kit.each(torch.sub, e, fragments.join([q.sent for q in posted], e.plan))
 
     def mean(

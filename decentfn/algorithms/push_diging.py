@@ -74,6 +74,7 @@ def push_diging(
         update, local = worker.update(kit.cast_like(y, x), gradient, local, x)
         u_and_v = kit.pack(kit.add(kit.scale(x, v), update), v)
         u, v = kit.unpack(worker.mix(u_and_v, t), x.plan)
-        return kit.State(kit.divide(u, v), local, Memory(v, y, g_new)), gradient.metrics
+        x = kit.with_own(kit.divide(u, v), kit.add(x, update))
+        return kit.State(x, local, Memory(v, y, g_new)), gradient.metrics
 
     return worker.algorithm(step, Memory.start, push_sum=True)

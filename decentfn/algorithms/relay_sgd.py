@@ -90,9 +90,10 @@ def relay_sgd(
     def send(own: kit.Buckets, messages: kit.Buckets, row: collectives.Row) -> kit.Buckets:
         """Send each neighbor `own` plus the other neighbors' messages; return the messages received."""
         outgoing = kit.each(lambda x, m: x.to(m.dtype) + (m.sum(0) - m), own, messages)
-        posted = gossip.post(loose(outgoing), row, wire_dtype=worker.wire_dtype)
+        posted = gossip.post(loose(outgoing, own.plan.buckets), row, wire_dtype=worker.wire_dtype)
         relayed = gossip.arrived(posted, list(messages))
-        return kit.Buckets([r.to(m.dtype) for r, m in zip(relayed, messages, strict=True)], own.plan)
+        relayed = kit.Buckets([r.to(m.dtype) for r, m in zip(relayed, messages, strict=True)], own.plan)
+        return kit.with_own(relayed, messages)
 
     def heard_last(messages: kit.Buckets, first: kit.Buckets, age: Tensor, row: collectives.Row) -> kit.Buckets:
         """Return the mean of the other workers, as received in the last step."""
@@ -110,7 +111,7 @@ def relay_sgd(
         missing = n - 1 - count(age, row)
         total = kit.each(lambda x, m, r: x + m.sum(0) + kit.once(missing.to(m.dtype)) * r, x_half, messages, first)
         x = kit.each(lambda total, x: (total / n).to(x.dtype), total, x)
-        return kit.State(x, local, Memory(messages, first, age + 1)), g.metrics
+        return kit.State(kit.with_own(x, x_half), local, Memory(messages, first, age + 1)), g.metrics
 
     def gradients(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x, (messages, _, age) = state.params, state.memory
@@ -118,7 +119,7 @@ def relay_sgd(
         messages = send(g.grads, messages, collectives.look_up(x[0], topology, t))
         mean = kit.each(lambda g, m: ((g + m.sum(0)) / n).to(g.dtype), g.grads, messages)
         # Relayed messages are good, and arrive only once; a leaf that is unused here may be used elsewhere.
-        u, local = worker.update(mean, g._replace(good=None, used=None), local, x)
+        u, local = worker.update(kit.with_own(mean, g.grads), g._replace(good=None, used=None), local, x)
         return kit.State(kit.add(x, u), local, Memory(messages, None, age + 1)), g.metrics
 
     if relay == "models":

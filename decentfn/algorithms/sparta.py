@@ -61,7 +61,8 @@ def sparta(
         u, local = worker.update(g.grads, g, local, state.params)
         x = kit.add(state.params, u)
         where = places(x, t)
-        mixed = worker.mix(loose([torch.gather(b, 0, k) for b, k in zip(x, where, strict=True)]), t)
+        some = loose([torch.gather(b, 0, k) for b, k in zip(x, where, strict=True)], x.plan.buckets)
+        mixed = worker.mix(some, t)
         new = [b.scatter(0, k, m.to(b.dtype)) for b, k, m in zip(x, where, mixed, strict=True)]
         return kit.State(kit.Buckets(new, x.plan), local), g.metrics
 

@@ -107,7 +107,7 @@ def stochastic_gradient_push(
 
     def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         z, (w, outboxes) = state.params, state.memory
-        late = [worker.post(loose(outboxes[-age]), t, of_age[age]) for age in of_age if age > 0]
+        late = [worker.post(loose(outboxes[-age], z.plan.buckets), t, of_age[age]) for age in of_age if age > 0]
 
         g, local = worker.gradient(z, state.local, batch, t, after=late)
         u, local = worker.update(g.grads, g, local, z)
@@ -124,7 +124,7 @@ def stochastic_gradient_push(
             given = row.given if row.mean_weight is None else torch.cat([row.given, row.mean_weight[None]])
             kept = [_without(x, q, given) for x, q in zip(x_and_w, sent, strict=True)]
             if 0 in of_age:
-                late.append(worker.post(loose(sent), t, of_age[0]))
+                late.append(worker.post(loose(sent, z.plan.buckets), t, of_age[0]))
             for posted in late:
                 received = gossip.neighbors_sum(posted, [k.dtype for k in kept], after=g.grads)
                 kept = [k + r for k, r in zip(kept, received, strict=True)]
@@ -132,7 +132,7 @@ def stochastic_gradient_push(
             outboxes = (*outboxes[1:], sent)
 
         x, w = kit.unpack(x_and_w, z.plan)
-        return kit.State(kit.divide(x, w), local, Memory(w, outboxes)), g.metrics
+        return kit.State(kit.with_own(kit.divide(x, w), kit.add(z, u)), local, Memory(w, outboxes)), g.metrics
 
     return worker.algorithm(step, start, push_sum=True)
 

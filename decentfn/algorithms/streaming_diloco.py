@@ -107,9 +107,11 @@ def streaming_diloco(
         """Post each fragment; also return the error that they leave."""
         phi, error = memory.phi, memory.error
         if feedback is None or error is None:
-            sent = fragments.split([gossip.narrow(bucket, wire) for bucket in to_send(phi, theta, wire)])
+            plans = phi.plan.buckets
+            several = zip(to_send(phi, theta, wire), plans, strict=True)
+            sent = fragments.split([gossip.narrow(b, wire if plan.is_shared else None) for b, plan in several])
             pairs = zip(sent, launches, strict=True)
-            return [worker.post(loose(fragment), t, schedule) for fragment, schedule in pairs], None
+            return [worker.post(loose(fragment, plans), t, schedule) for fragment, schedule in pairs], None
         fed = feedback.add(progress(phi, theta), error, t)
         several, left = feedback.post_fragments(fragments, fed, launches, t)
         return several, kit.where(fragments.mask(phi, fragments.turn(phi, launches, t)), left, error)

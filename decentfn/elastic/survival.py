@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from decentfn.comm import collectives
 from decentfn.comm.collectives import World
-from decentfn.core.buckets import Buckets, each
+from decentfn.core.buckets import Buckets
 from decentfn.core.formatting import brief, brief_error
 from decentfn.core.scalars import as_step
 from decentfn.core.trees import PyTree
@@ -329,13 +329,13 @@ def _kept(state: Any) -> Any:
 
 
 def _mean(x: Buckets) -> Buckets:
-    """Average over all workers in float64, and round once."""
+    """Average what is shared over all workers in float64, and round once."""
 
     def one(b: Tensor) -> Tensor:
         rows = b.double().view(-1, b.shape[-1])
         return collectives.process_mean(rows.mean(0)).to(b.dtype).expand_as(b).clone()
 
-    return each(one, x)
+    return Buckets([one(b) if plan.is_shared else b for b, plan in zip(x, x.plan.buckets, strict=True)], x.plan)
 
 
 def _warn_of_agent() -> None:

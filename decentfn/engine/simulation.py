@@ -89,7 +89,7 @@ def simulate(
             require_rows("batch", batch := trees.plain(batch), num_workers)
             its_batch = trees.map(lambda leaf: leaf[0], batch)
         if step.starts_equal and not functorch.has_no_value(t) and int(t) == 0 and is_state(state):
-            require_equal_rows("simulate(step, N)(state, batch, 0)", {"params": state.params.tree()})
+            require_equal_rows("simulate(step, N)(state, batch, 0)", {"params": state.params.shared()})
         assert step.check is not None
         first = trees.map(lambda leaf: leaf[0], state)
         if replay is not None and is_state(first):

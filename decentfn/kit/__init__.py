@@ -32,6 +32,7 @@ from decentfn.core.buckets import (
     where,
     wide,
     widen,
+    with_own,
     zeros_like,
 )
 from decentfn.core.scalars import once
@@ -114,6 +115,7 @@ __all__ = [
     "where",
     "wide",
     "widen",
+    "with_own",
     "zeroed",
     "zeros_like",
 ]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, TypedDict
 
 import torch
 
 from decentfn.core.buckets import Buckets, require_bucket_mb
 from decentfn.core.formatting import brief
-from decentfn.core.numbers import no_such_argument
+from decentfn.core.numbers import no_such_argument, require
 from decentfn.gradient import LossFn, require_loss
 from decentfn.optim.transforms.transform import require_descent, require_pair, wants_mix
 from decentfn.topologies import Topology
+
+Shared = str | Sequence[str] | Callable[[str], bool] | None
+"""A choice of parameters by their names, as in `Options.shared`."""
 
 
 class Options(TypedDict, total=False):
@@ -23,13 +27,18 @@ class Options(TypedDict, total=False):
 
     `wire_dtype`: floating-point dtype of the exchanged values, if narrower than the parameters' (None: unchanged).
     Trackers, corrections and other memory are kept in float32 or wider, but sent no wider than the parameters.
+
+    `shared`: parameters that workers exchange (None: all): a pattern of names, such as "backbone.*", several, or a
+    function of the name. "!head.*" leaves its matches out: each worker has its own, which no message carries, and trains
+    them as if it were alone. docs/heterogeneity.md says what is done with them.
     """
 
     bucket_mb: float
     wire_dtype: torch.dtype | None
+    shared: Shared
 
 
-DEFAULTS = {"bucket_mb": 25.0, "wire_dtype": None}
+DEFAULTS = {"bucket_mb": 25.0, "wire_dtype": None, "shared": None}
 
 
 def require_arguments(
@@ -71,6 +80,33 @@ def require_options(options: Mapping[str, Any]) -> None:
             f"wire_dtype={brief(wire_dtype)}: expected a floating-point torch.dtype of 16 bits or more that is narrower than the "
             "parameters', such as torch.bfloat16, or None to send them as they are."
         )
+    shared = options.get("shared")
+    are_names = isinstance(shared, Sequence) and len(shared) > 0 and all(isinstance(one, str) for one in shared)
+    rule = 'a pattern of names such as "!head.*", a list of them, or a function of the name.'
+    require(shared is None or callable(shared) or are_names, "Worker", rule, shared=shared)
+
+
+def left_out(shared: Shared, names: Sequence[str]) -> frozenset[str]:
+    """Return those of the parameters' names that are not shared; raise ValueError if none is, or a pattern matches none."""
+    if shared is None:
+        return frozenset()
+    if callable(shared):
+        own = {name for name in names if not shared(name)}
+    else:
+        patterns = [shared] if isinstance(shared, str) else shared
+        for pattern in patterns:
+            rule = f"no parameter has such a name; they are {brief(list(names))}."
+            require(any(fnmatchcase(name, pattern.removeprefix("!")) for name in names), "init", rule, shared=pattern)
+        chosen = [pattern for pattern in patterns if not pattern.startswith("!")] or ["*"]
+        out = [pattern[1:] for pattern in patterns if pattern.startswith("!")]
+        own = {name for name in names if not _matches(name, chosen) or _matches(name, out)}
+    rule = "it leaves all parameters out, so nothing would be exchanged; train each worker alone, with num_workers=1."
+    require(len(own) < len(set(names)), "init", rule, shared=shared)
+    return frozenset(own)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def require_narrower(wire_dtype: torch.dtype | None, x: Buckets) -> None:

@@ -15,7 +15,7 @@ from decentfn.core import trees
 from decentfn.core.buckets import Buckets, flatten
 from decentfn.core.trees import PyTree
 from decentfn.gradient import WithinWorker
-from decentfn.kit.options import require_narrower
+from decentfn.kit.options import Shared, left_out, require_narrower
 from decentfn.optim.transforms.transform import masks_of, require_descent
 from decentfn.topologies import Topology
 
@@ -28,6 +28,7 @@ def lay_out(
     topologies: Sequence[Topology],
     bucket_mb: float,
     wire_dtype: torch.dtype | None,
+    shared: Shared,
     within_worker: WithinWorker,
 ) -> Buckets:
     """Copy `params` into buckets, make the process groups and check that all ranks agree. Collective.
@@ -38,7 +39,8 @@ def lay_out(
     masks = masks_of(*optimizers)
     try:
         _require_as_built(within_worker)
-        x = flatten(params, bucket_mb=bucket_mb, masks=masks, **within_worker._asdict())
+        own = left_out(shared, [name for name, _ in trees.named_leaves(params)])
+        x = flatten(params, bucket_mb=bucket_mb, masks=masks, left_out=own, **within_worker._asdict())
         for optimizer in optimizers:
             require_descent(optimizer, x.plan)
         require_narrower(wire_dtype, x)

@@ -16,7 +16,18 @@ from decentfn.comm import collectives, gossip
 from decentfn.comm.fingerprint import require_equal
 from decentfn.comm.gossip import Posted, collect
 from decentfn.core import trees
-from decentfn.core.buckets import Buckets, all_finite, each, global_norm, is_finite, known_finite, loose, scale, where
+from decentfn.core.buckets import (
+    Buckets,
+    all_finite,
+    each,
+    global_norm,
+    is_finite,
+    known_finite,
+    loose,
+    scale,
+    where,
+    with_own,
+)
 from decentfn.core.context import context
 from decentfn.core.trees import PyTree
 from decentfn.gradient import (
@@ -80,7 +91,7 @@ class Worker:
         self.everyone = complete(topology.num_workers)
         self.bucket_mb = options.get("bucket_mb", DEFAULTS["bucket_mb"])
         self._is_own = False  # the algorithm is this library's, which reads no old optimizer state after the update
-        self._wire_dtype = options.get("wire_dtype")
+        self.shared, self._wire_dtype = options.get("shared"), options.get("wire_dtype")
         self.wire_dtype = self._wire_dtype if topology.num_workers > 1 else None  # alone, nothing is sent
 
     def algorithm(
@@ -119,10 +130,11 @@ class Worker:
 
         def init(params: PyTree, buffers: PyTree = None) -> State:
             optimizers, topologies = (self.optimizer, *outer_optimizers), (self.topology, self.everyone)
-            x = lay_out(params, optimizers, topologies, self.bucket_mb, self._wire_dtype, self.within_worker)
+            given = self.bucket_mb, self._wire_dtype, self.shared, self.within_worker
+            x = lay_out(params, optimizers, topologies, *given)
             state = start(Buckets(x, replace(x.plan, starts_equal=starts_equal)), buffers)
             if must_equal:
-                given = {"params": params, "buffers": buffers}
+                given = {"params": state.params.shared(), "buffers": buffers}
                 require_equal("init(params, buffers)", {name: given[name] for name in must_equal})
             return state
 
@@ -244,7 +256,7 @@ class Worker:
             torch.cat([next(any_of).expand(s.numel) for s in its]) if its else empty
             for empty, its in zip(used, leaves, strict=True)
         ]
-        return g._replace(used=Buckets(flags, used.plan))
+        return g._replace(used=with_own(Buckets(flags, used.plan), used))
 
     def everywhere(self, claim: Tensor, t: Tensor) -> Tensor:
         """Return True (0-d bool) on all workers if `claim` holds on each; exchanges one number, for which all wait."""
@@ -299,7 +311,7 @@ class Worker:
         sent = [gossip.narrow(b, plan.dtype, self.wire_dtype) for b, plan in zip(x, x.plan.buckets, strict=True)]
         own = gossip.beside(sent, weight.detach().to(torch.float64))
         mean = gossip.mean(loose([own.reshape(1)]), everyone, t)[0][0]
-        return scale(x, torch.where(mean != 0, own / mean, torch.zeros_like(mean)))
+        return with_own(scale(x, torch.where(mean != 0, own / mean, torch.zeros_like(mean))), x)
 
 
 def _after(batch: PyTree, posted: Posted | Sequence[Posted]) -> PyTree:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -67,12 +68,12 @@ def with_params(state: Any, params: PyTree) -> Any:
                 f"with_params(state, params): found {got} where the state has {want} (name, shape, dtype); pass a tree "
                 "like df.params(state)."
             )
-    if x.plan.starts_equal:
-        require_equal("with_params(state, params)", {"params": params})
-        if is_stacked(state):
-            require_equal_rows("with_params(state, params)", {"params": params})
     new = x.plan.lay_out(params, workers=tuple(x[0].shape[:-1]))
     new = Buckets([new.to(old.device) for new, old in zip(new, x, strict=True)], x.plan)
+    if x.plan.starts_equal:
+        require_equal("with_params(state, params)", {"params": new.shared()})
+        if is_stacked(state):
+            require_equal_rows("with_params(state, params)", {"params": new.shared()})
     new = to_evaluate(state._replace(params=new), back=True)
 
     def restart(state: State, x: Buckets) -> State:
@@ -120,7 +121,8 @@ def require_sharded_alike(call: str, plan: Plan, *, is_sharded: bool) -> None:
 def consensus_mean(state: Any) -> PyTree:
     """Return the workers' mean of the parameters as the user's tree; copies, the same on every rank. Collective.
 
-    Of workers on their own clocks it is `Σ w z / Σ w`: exact after `df.settle(state)`.
+    Parameters that are not shared are this worker's own; of a stacked state, its first worker's. Of workers on their
+    own clocks it is `Σ w z / Σ w`: exact after `df.settle(state)`.
     """
     _buckets(state)  # of one run
     x = to_evaluate(state)
@@ -128,7 +130,10 @@ def consensus_mean(state: Any) -> PyTree:
         w = memory.weight
         share = w / _mean(w.view(-1, 1) if w.dim() else w.view(1))
         x = each(lambda b: (b.double() * (share[:, None] if w.dim() else share)).to(b.dtype), x)
-    return trees.map(torch.clone, Buckets([_mean(bucket) for bucket in x], x.plan).tree())
+    own = each(lambda b: b[0] if b.dim() == 2 else b, x)
+    pairs = zip(x, own, x.plan.buckets, strict=True)
+    means = [_mean(bucket) if plan.is_shared else its for bucket, its, plan in pairs]
+    return trees.map(torch.clone, Buckets(means, x.plan).tree())
 
 
 @collectives.calling("df.consensus_buffers(state)", of_state=True)
@@ -158,14 +163,17 @@ def consensus_buffers(state: Any) -> PyTree:
 
 @collectives.calling("df.consensus_distance(state)", of_state=True)
 def consensus_distance(state: Any) -> Tensor:
-    """Return `sqrt(mean_i ‖x_i - x̄‖²)` over all workers, 0-d float64, the same on every rank. Collective."""
+    """Return `sqrt(mean_i ‖x_i - x̄‖²)` over all workers, 0-d float64, the same on every rank. Collective.
+
+    Parameters that are not shared do not count.
+    """
     return collectives.process_mean((distance_to_consensus(state) ** 2).mean()).sqrt()
 
 
 @collectives.calling("df.distance_to_consensus(state)", of_state=True)
 def distance_to_consensus(state: Any) -> Tensor:
     """Return `‖x_i - x̄‖₂` of this worker (0-d float64), or of each (`[N]`) if stacked. Collective."""
-    x = _buckets(state)
+    x = _shared(_buckets(state))
     squares = counted_once([_squared_distance(bucket) for bucket in x], x.plan)
     return sum_within_worker(torch.stack(squares).sum(0), x.plan.processes).sqrt()
 
@@ -222,11 +230,17 @@ def distance_in_steps(
         rate = torch.tensor(learning_rate, dtype=torch.float64)
     distance = consensus_distance(state)
     if adaptive:
-        length = rate.to(distance.device) * _count(_buckets(state)) ** 0.5
+        length = rate.to(distance.device) * _count(_shared(_buckets(state))) ** 0.5
     else:
         norm = mean(state, metrics.grad_norm).double()
         length = rate.to(norm.device) / (1 - momentum) * norm
     return torch.where(distance == 0, 0.0, distance / length)
+
+
+def _shared(x: Buckets) -> Buckets:
+    """Return the shared buckets alone; their plan has no tree."""
+    pairs = [(b, plan) for b, plan in zip(x, x.plan.buckets, strict=True) if plan.is_shared]
+    return Buckets([b for b, _ in pairs], replace(x.plan, buckets=tuple(plan for _, plan in pairs)))
 
 
 def _count(x: Buckets) -> float:
@@ -268,13 +282,13 @@ def check_replicas(state: Any, tree: PyTree = None) -> None:
 
     Args:
         state: a training state, of one worker or stacked.
-        tree: the tree to compare, such as `df.buffers(state)` or `state.local.opt`; None is the parameters.
+        tree: the tree to compare, such as `df.buffers(state)` or `state.local.opt`; None is the shared parameters.
 
     Raises:
         df.errors.ReplicaMismatch: on every rank, with the workers that differ from the majority and the first such
         leaf. ValueError: on every rank, if the trees differ in more than their values.
     """
-    tree = params(state) if tree is None else tree
+    tree = to_evaluate(state).shared() if tree is None else tree
     rows = _rows("check_replicas(state)", state, tree)
     mine = [[digest(row) for row in leaf] for leaf in rows]
     here = collectives.everyone()

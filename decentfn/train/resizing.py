@@ -11,7 +11,7 @@ from torch import Tensor
 
 from decentfn.comm import collectives
 from decentfn.core import trees
-from decentfn.core.buckets import is_finite
+from decentfn.core.buckets import Buckets, is_finite, with_own
 from decentfn.engine.simulation import stack
 from decentfn.errors import NonFinite
 from decentfn.kit.state import State, restarted
@@ -30,7 +30,8 @@ def resize(state: State, algorithm: Algorithm) -> State:
 
     With W' = W the state is bitwise unchanged. Otherwise every new worker starts from the mean, computed in float64 and
     rounded once, of parameters, optimizer state, floating-point buffers and averages of `df.ema`; from the largest of
-    integers (update counts); and from the smallest loss scale. The algorithm's memory of neighbors restarts, and its
+    integers (update counts); and from the smallest loss scale. Of parameters that are not shared, new worker i has those
+    of old worker i mod W, with their optimizer state and memory. The algorithm's memory of neighbors restarts, and its
     memory of the run is averaged, so its invariants hold for W' workers (`docs/resizing.md`).
 
     Divide the data again; `t` continues. Under torchrun another number of processes needs a restart from a checkpoint.
@@ -63,17 +64,26 @@ def resize(state: State, algorithm: Algorithm) -> State:
     _require_alike(first, fresh, everything=before == after)
     if before == after:
         return trees.map(torch.clone, state)
-    return stack(resized(fresh, state), after)
+    return stacked(fresh, lambda: state, range(after))
 
 
-def resized(fresh: State, rows: State) -> State:
-    """Return the state that every new worker starts from; raise NonFinite if a mean is infinite or NaN.
+def stacked(fresh: State, rows: Callable[[], State], workers: range) -> State:
+    """Return the states of these new workers, `[L, ...]`; arguments as for `resized`."""
+    if all(bucket.is_shared for bucket in fresh.params.plan.buckets):
+        return stack(resized(fresh, rows()), len(workers))
+    return trees.map(lambda *leaves: torch.stack(leaves), *[resized(fresh, rows(), worker) for worker in workers])
+
+
+def resized(fresh: State, rows: State, worker: int = 0) -> State:
+    """Return the state from which a new worker starts; raise NonFinite if a mean is infinite or NaN.
+
+    All start equal, but for parameters that are not shared.
 
     `fresh` is the state of the new algorithm's `init`; its values are used only for leaves that restart. `rows` is a
     tree like it, with an iterable of the W workers' values for each leaf, such as a tensor `[W, ...]`. It is read once,
     and not at all for leaves that restart.
     """
-    rules = _rules(fresh)
+    rules = trees.map_nodes(Buckets, lambda node: _own(node, worker), _rules(fresh))
     x = trees.map(lambda rule, values: rule(values), rules.params, rows.params)
     restart = (fresh.local, restarted(fresh.memory, x))
     new = State(x, *trees.map(_apply, rules[1:], rows[1:], restart))
@@ -112,6 +122,17 @@ def largest(rows: Iterable[Tensor]) -> Tensor:
 def smallest(rows: Iterable[Tensor]) -> Tensor:
     """Return the smallest loss scale, which is safe for all workers."""
     return torch.stack(list(rows)).amin(0)
+
+
+def _own(rules: Buckets, worker: int) -> Buckets:
+    """Replace means over workers by one worker's value, where buckets are not shared."""
+
+    def one(rows: Iterable[Tensor]) -> Tensor:
+        values = list(rows)
+        return values[worker % len(values)].clone()
+
+    own: list[Any] = [rule if rule is _restart else one for rule in rules]
+    return with_own(rules, Buckets(own, rules.plan))
 
 
 def _restart(rows: Iterable[Tensor]) -> Tensor:

@@ -22,7 +22,7 @@ NEEDED = {
     "least_delay": (None, 0),
 }
 """Two values of what has no default, or one that does not show its kind."""
-OPTIONS = {"bucket_mb": (25.0, 1.0), "wire_dtype": (None, torch.bfloat16)}
+OPTIONS = {"bucket_mb": (25.0, 1.0), "wire_dtype": (None, torch.bfloat16), "shared": (None, "*")}
 
 
 def loss_fn(params, batch):

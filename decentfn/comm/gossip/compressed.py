@@ -15,7 +15,7 @@ from torch import Tensor
 from decentfn.comm import collectives
 from decentfn.comm.gossip.guarding import are_finite
 from decentfn.comm.gossip.plain import Posted, coarse, inbox_of, own_gamma, post, with_flags
-from decentfn.compressors import Compressor, Key
+from decentfn.compressors import Compressor, Key, identity
 from decentfn.core.buckets import BucketPlan, Buckets, add, each, loose, wide
 from decentfn.core.context import context
 from decentfn.core.scalars import once, rounded
@@ -40,7 +40,8 @@ def post_compressed(x: Buckets, compressor: Compressor, topology: Topology, t: T
     pairs = [(b.to(plan.dtype), plan) for b, plan in zip(x, x.plan.buckets, strict=True)]
     # Stored; otherwise the sent and the decoded values would be computed separately and might be rounded differently.
     messages = tuple(
-        once(compressor.compress(b, plan, Key(t, row.worker, index))) for index, (b, plan) in enumerate(pairs)
+        once(_of(compressor, plan).compress(b, plan, Key(t, row.worker, index)))
+        for index, (b, plan) in enumerate(pairs)
     )
     good = None
     if context.guarded:
@@ -48,7 +49,7 @@ def post_compressed(x: Buckets, compressor: Compressor, topology: Topology, t: T
         decoded = [_decoded(compressor, m, plan) for m, plan in zip(messages, x.plan.buckets, strict=True)]
         good = are_finite([*(b for b, _ in pairs), *decoded])
         messages = tuple(once(torch.where(good, m, torch.zeros_like(m))) for m in messages)
-    posted = post(loose(messages), row, good=good)
+    posted = post(loose(messages, x.plan.buckets), row, good=good)
     sent = [_decoded(compressor, m, plan) for m, plan in zip(messages, x.plan.buckets, strict=True)]
     return Compressed(Buckets(sent, x.plan), posted, compressor)
 
@@ -108,9 +109,14 @@ def sum_compressed(compressed: Compressed) -> Buckets:
     return Buckets(totals, compressed.sent.plan)
 
 
+def _of(compressor: Compressor, plan: BucketPlan) -> Compressor:
+    """Return the compressor of a bucket; what is not sent is not compressed."""
+    return compressor if plan.is_shared else identity()
+
+
 def _decoded(compressor: Compressor, message: Tensor, plan: BucketPlan) -> Tensor:
     """Decode a message, in float32 or wider; rounded to the bucket's dtype if that is narrower."""
-    x, dtype = compressor.decompress(message, plan), wide(plan.dtype)
+    x, dtype = _of(compressor, plan).decompress(message, plan), wide(plan.dtype)
     return x if x.dtype == dtype else rounded(x.to(dtype), plan.dtype).to(dtype)
 
 

@@ -115,7 +115,7 @@ def _post(
         elif last:
             message.append(leaf.expand(p.shape[0], -1))
     own = torch.cat(message, 1) if message else x.new_empty(p.shape[0], 0)
-    return LowRankRound(orthonormals, post(loose([own]), row), even, last)
+    return LowRankRound(orthonormals, post(loose([own], [plan]), row), even, last)
 
 
 def _collect(

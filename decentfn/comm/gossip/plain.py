@@ -5,7 +5,7 @@ Do not overwrite `x` between the two; the code between them overlaps with the co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from decentfn.comm import collectives
 from decentfn.comm.gossip import guarding
-from decentfn.core.buckets import Buckets, cast_like, is_finite, known_finite, where, wide
+from decentfn.core.buckets import BucketPlan, Buckets, cast_like, is_finite, known_finite, where, wide
 from decentfn.core.context import context
 from decentfn.core.scalars import rounded
 from decentfn.optim.transforms import MixContext
@@ -29,8 +29,8 @@ class Posted(NamedTuple):
 
     own: Buckets  # [D] each, or [K, D] with a separate message for each slot
     sent: Sequence[Tensor]  # `own` as sent
-    messages: tuple[collectives.Flight, ...]  # empty if no messages are sent
-    means: tuple[collectives.Flight, ...]  # empty when the schedule has no groups
+    messages: tuple[collectives.Flight | None, ...]  # empty if no messages are sent; None for what is not shared
+    means: tuple[collectives.Flight | None, ...]  # empty when the schedule has no groups; likewise
     row: collectives.Row
     landed: dict[Any, Any]  # arrived messages: nothing is waited for twice
     flags: guarding.Flags | None = None  # in a guarded step, the flags of good messages
@@ -40,7 +40,7 @@ class Posted(NamedTuple):
     @property
     def numbers(self) -> list[Tensor]:
         """Numbers of the flights; compiled code with these as arguments runs after this post (`Worker.gradient`)."""
-        return [flight.number for flight in (*self.messages, *self.means)]
+        return [flight.number for flight in (*self.messages, *self.means) if flight is not None]
 
     @property
     def is_active(self) -> Tensor:
@@ -55,9 +55,12 @@ def post(
 
     One message for each bucket and neighbor; with `[K, D]`, one for each slot's listener (see `arrived`). Values wider
     than the plan's dtypes, or than `wire_dtype`, are sent rounded to those; the worker's own share is mixed unrounded.
+    Buckets that are not shared are not sent: a worker hears its own from each neighbor.
     In a guarded step, `good` (0-d bool) tells if the message is good, if `x` does not show it.
     """
-    sent = [narrow(b, plan.dtype, wire_dtype) for b, plan in zip(x.tensors, x.plan.buckets, strict=True)]
+    plans = x.plan.buckets
+    pairs = zip(x.tensors, plans, strict=True)
+    sent = [narrow(b, plan.dtype, wire_dtype if plan.is_shared else None) for b, plan in pairs]
     if collectives.rests(row.topology) and x.tensors[0].dim() == 1 and not context.guarded:
         return Posted(x, sent, (), (), row, {})
     if good is not None:
@@ -69,11 +72,22 @@ def post(
     for lie in context.hostile:
         told = [lie(b, row.worker, row.t) for b in told]
     if row.topology.degree or x.tensors[0].dim() == 2:
-        messages = tuple([collectives.exchange(b, row, good=good) for b in told])
+        messages = _shared(collectives.exchange, told, plans, row, good)
     if row.topology.has_groups:
-        means = tuple([collectives.group_mean(b, row, good=good) for b in told])
+        means = _shared(collectives.group_mean, told, plans, row, good)
     flags = None if good is None else guarding.post_flags(good, row)
     return Posted(x, sent, messages, means, row, {}, flags)
+
+
+def _shared(
+    operator: Callable[..., collectives.Flight],
+    told: Sequence[Tensor],
+    plans: Sequence[BucketPlan],
+    row: collectives.Row,
+    good: Tensor | None,
+) -> tuple[collectives.Flight | None, ...]:
+    pairs = zip(told, plans, strict=True)
+    return tuple([operator(b, row, good=good) if plan.is_shared else None for b, plan in pairs])
 
 
 def is_active(topology: Topology, t: Tensor, like: Buckets) -> Tensor:
@@ -208,7 +222,9 @@ def narrow(x: Tensor, *dtypes: torch.dtype | None) -> Tensor:
 
 def inbox_of(posted: Posted, index: int) -> Tensor:
     """Wait for one tensor's messages, `[K, D]`; compiled code posts all tensors first."""
-    return _landed(posted, posted.messages[index], index)
+    if (flight := posted.messages[index]) is None:
+        return posted.sent[index].expand(posted.row.weights.shape[0] - 1, -1)
+    return _landed(posted, flight, index)
 
 
 def _landed(posted: Posted, flight: collectives.Flight, index: int) -> Tensor:
@@ -233,7 +249,9 @@ def _weighted(posted: Posted, index: int, gamma: float | Tensor, dtype: torch.dt
 
 
 def _mean(posted: Posted, index: int) -> Tensor:
-    mean = _landed(posted, posted.means[index], index)
+    if (flight := posted.means[index]) is None:
+        return posted.sent[index]
+    mean = _landed(posted, flight, index)
     if posted.scale is None:
         return mean
     dtype = wide(mean.dtype)
@@ -276,6 +294,8 @@ def _weighted_sum(posted: Posted, index: int) -> Tensor:
 
 def _mixed(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
     own, row = posted.own.tensors[index], posted.row
+    if not posted.own.plan.buckets[index].is_shared:
+        return own.clone()
     dtype = wide(own.dtype)  # sixteen-bit values are mixed in float32; weights are exact to 1e-12
     pairs = _weighted(posted, index, gamma, dtype)
     if not pairs and posted.flags is None:

@@ -22,11 +22,11 @@ def first_weight(x: Buckets) -> Tensor:
 
 
 def pack(x: Buckets, w: Tensor) -> Buckets:
-    """Append `w` to the widest vector of `x`: it needs no separate message and is mixed as x is."""
+    """Append `w` to the widest shared vector of `x`: it needs no separate message and is mixed as x is."""
     tensors = list(x)
     index = _carrier(x)
     tensors[index] = torch.cat([tensors[index], w.view(1)])
-    return loose(tensors)
+    return loose(tensors, x.plan.buckets)
 
 
 def unpack(packed: Iterable[Tensor], plan: Plan) -> tuple[Buckets, Tensor]:
@@ -40,5 +40,5 @@ def unpack(packed: Iterable[Tensor], plan: Plan) -> tuple[Buckets, Tensor]:
 
 
 def _carrier(x: Buckets) -> int:
-    sizes = [bucket.dtype.itemsize for bucket in x.plan.buckets]
+    sizes = [bucket.dtype.itemsize * bucket.is_shared for bucket in x.plan.buckets]
     return sizes.index(max(sizes))

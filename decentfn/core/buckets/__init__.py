@@ -21,6 +21,7 @@ from decentfn.core.buckets.arithmetic import (
     where,
     wide,
     widen,
+    with_own,
     write_over,
     zeros_like,
 )

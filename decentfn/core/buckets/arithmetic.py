@@ -110,6 +110,12 @@ def where(condition: Tensor | Buckets, new: Buckets, old: Buckets) -> Buckets:
     return each(lambda b, a, c: torch.where(c, a.to(b.dtype), b), old, new, condition)
 
 
+def with_own(x: Buckets, own: Buckets) -> Buckets:
+    """Return `x`, with those of `own` in place of the buckets that are not shared."""
+    pairs = zip(x, own, x.plan.buckets, strict=True)
+    return Buckets([a if plan.is_shared else b for a, b, plan in pairs], x.plan)
+
+
 def global_norm(x: Buckets) -> Tensor:
     """Return the l2 norm over all buckets and processes of the worker: 0-d, float32, or float64 if a bucket is."""
     squares = [(b.to(wide(b.dtype)) ** 2).sum() for b in x.tensors]

@@ -7,7 +7,7 @@ so it can be compared, printed, stored and used inside a compiled function.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from numbers import Real
 from operator import attrgetter
@@ -87,6 +87,8 @@ class BucketPlan:
     numel: int
     is_common: bool = False
     """True if all processes of a tensor-parallel group hold the same leaves, with equal values."""
+    is_shared: bool = True
+    """False if no message carries the leaves: each worker keeps its own."""
 
     @property
     def nbytes(self) -> int:
@@ -149,6 +151,7 @@ class Plan:
         parts = [f"{name} is a part of {list(shape)} from {list(offset)} on" for name, (shape, offset) in self.places]
         return parts + [
             f"bucket {index} {bucket.dtype}: {s.name} {list(s.shape)}{' complex' * s.is_complex} at {s.start}"
+            + ", not shared" * (not bucket.is_shared)
             for index, bucket in enumerate(self.buckets)
             for s in bucket.segments
         ]
@@ -201,12 +204,24 @@ class Buckets:
         """Return the user's tree, with views of the buckets as leaves."""
         return trees.fill(self.plan.template, self.leaves())
 
+    def shared(self) -> dict[str, Tensor]:
+        """Return views of the leaves that workers exchange, by name."""
+        are_shared = [bucket.is_shared for bucket in self.plan.buckets for _ in bucket.segments]
+        pairs = zip(trees.named_leaves(self.tree()), trees.leaves(self.plan.template), strict=True)
+        return {name: leaf for (name, leaf), position in pairs if are_shared[position]}
 
-def loose(tensors: Iterable[Tensor]) -> Buckets:
-    """Wrap vectors `[..., D]` without leaves (messages, slices, statistics) as buckets of one segment each."""
+
+def loose(tensors: Iterable[Tensor], of: Sequence[BucketPlan] = ()) -> Buckets:
+    """Wrap vectors `[..., D]` without leaves (messages, slices, statistics) as buckets of one segment each.
+
+    They are shared if the buckets `of` which they are parts are; `()`: all are.
+    """
     tensors = tuple(tensors)
-    sizes = [(x.dtype, x.shape[-1]) for x in tensors]
-    plans = tuple(BucketPlan(dtype, (Segment(str(i), (n,), 0, n),), n) for i, (dtype, n) in enumerate(sizes))
+    are_shared = [bucket.is_shared for bucket in of] or [True] * len(tensors)
+    plans = tuple(
+        BucketPlan(x.dtype, (Segment(str(i), (n := x.shape[-1],), 0, n),), n, is_shared=is_shared)
+        for i, (x, is_shared) in enumerate(zip(tensors, are_shared, strict=True))
+    )
     return Buckets(tensors, Plan(plans, tuple(range(len(tensors)))))
 
 
@@ -227,6 +242,7 @@ def flatten(
     tp_size: int = 1,
     places: Places = (),
     common: frozenset[str] = frozenset(),
+    left_out: frozenset[str] = frozenset(),
 ) -> Buckets:
     """Copy a tree of floating-point or complex tensors, of any shapes and strides, into flat buckets.
 
@@ -236,7 +252,8 @@ def flatten(
     while the gradients of smaller leaves are copied together (once, in one pass). The largest bucket comes first, so
     that little is left to update when the last message arrives. Buckets of the leaves named in `common`, that all
     processes of a tensor-parallel group hold, come before all others; they have the same positions, and therefore the
-    same draws, on each process. `processes`, `tp_size` and `places` are those of `Plan`.
+    same draws, on each process. Buckets of the leaves named in `left_out` are not shared, and come last. `processes`,
+    `tp_size` and `places` are those of `Plan`.
 
     Raises ValueError for no leaf, a leaf that is not a floating-point or complex tensor, or `bucket_mb` not positive.
     """
@@ -250,12 +267,14 @@ def flatten(
     distinct: dict[object, tuple[str, Tensor]] = {}
     for name, leaf in named:
         distinct.setdefault(_memory(leaf), (name, leaf))
+    own = {_memory(leaf) for name, leaf in named if name in left_out}  # under any of a tied leaf's names
     order = {key: place for place, key in enumerate(dict.fromkeys(map(_memory, trees.unsorted(params))))}
     limit = int(bucket_mb * 2**20)
     open_bucket: dict[object, tuple[list[object], int]] = {}
     groups: list[list[object]] = []
     for key, (name, leaf) in distinct.items():
-        kind = (leaf.dtype, leaf.device, name in common, *(bool(mask(name, tuple(leaf.shape))) for mask in masks))
+        answers = [bool(mask(name, tuple(leaf.shape))) for mask in masks]
+        kind = (leaf.dtype, leaf.device, name in common, key in own, *answers)
         size = leaf.numel() * leaf.element_size()
         if size > limit // _OWN_BUCKET:
             groups.append([key])
@@ -266,10 +285,17 @@ def flatten(
             groups.append(group)
         group.append(key)
         open_bucket[kind] = group, filled + size
-    groups.sort(key=lambda group: (distinct[group[0]][0] not in common, -sum(distinct[key][1].nbytes for key in group)))
+
+    def rank(group: list[object]) -> tuple[bool, bool, int]:
+        return distinct[group[0]][0] not in common, group[0] in own, -sum(distinct[key][1].nbytes for key in group)
+
+    groups.sort(key=rank)
 
     position = {key: index for index, key in enumerate(key for group in groups for key in group)}
-    plans = tuple(_plan_bucket([(*distinct[key], order[key]) for key in group], common) for group in groups)
+    plans = tuple(
+        replace(_plan_bucket([(*distinct[key], order[key]) for key in group], common), is_shared=group[0] not in own)
+        for group in groups
+    )
     template = trees.map(lambda leaf: position[_memory(leaf)], params)
     plan = Plan(plans, template, processes, tp_size, places)
     return Buckets(plan.lay_out(params), plan)

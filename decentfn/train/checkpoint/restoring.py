@@ -17,7 +17,6 @@ from torch import Tensor
 from decentfn.comm import collectives
 from decentfn.core import trees
 from decentfn.core.buckets import Buckets, Place
-from decentfn.engine.simulation import stack
 from decentfn.errors import CheckpointCorrupt
 from decentfn.optim.transforms.basic import rates
 from decentfn.train.checkpoint import extras, files, manifest
@@ -35,7 +34,7 @@ from decentfn.train.checkpoint.layout import (
     places_in,
 )
 from decentfn.train.consensus import is_stacked
-from decentfn.train.resizing import resized
+from decentfn.train.resizing import resized, stacked
 from decentfn.train.together import on_first, one_path, together
 
 _log = logging.getLogger("decentfn")
@@ -207,9 +206,11 @@ def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor], int]:
         saved = _Saved(path, parts, about["num_workers"], frozen)
         if as_many:
             saved.fill(leaves, first, verify=True)
+        elif is_stacked(template):
+            row = state
+            state = stacked(one, lambda: saved.rows(row, leaves), range(first, first + local))
         else:
-            state = resized(one, saved.rows(state, leaves))
-            state = stack(state, local) if is_stacked(template) else state
+            state = resized(one, saved.rows(state, leaves), first)
         drawing = parts[0].generators(template.params[0].device)
         return Restored(state, about["step"], parts[0].extra(), about["config"]), drawing, about["num_workers"]
     except Exception:
