@@ -323,11 +323,6 @@ CASES = {
         "one by one",
         lambda: trained(df.chain(df.clip_by_global_norm(1.0), df.sgd(0.1))),
     ),
-    "an update of two arguments": (
-        lambda: trained(df.Transform(lambda params: (), lambda grads, state: (grads, state))),
-        r"called as update\(grads, state, params\)",
-        lambda: trained(HALF),
-    ),
     "an update without a state": (
         lambda: trained(df.Transform(lambda params: (), lambda grads, state, params: grads)),
         r"returned Buckets; it returns \(updates, state\).*df\.kit\.each",
@@ -416,7 +411,7 @@ def test_lists_and_words_are_no_lines_of_a_log(tmp_path):
 def test_a_file_is_no_checkpoint(tmp_path):
     torch.save(NET.state_dict(), tmp_path / "model.pt")
     for call in (df.checkpoint.latest, lambda path: df.checkpoint.restore(path, STATE)):
-        with pytest.raises(NotADirectoryError, match=r"df\.load_state_dict\(module, state, \.\.\.\)"):
+        with pytest.raises(NotADirectoryError, match="Not a directory.*model.pt"):
             call(tmp_path / "model.pt")
     with pytest.raises(ValueError, match=r"`load\(path, weights_only=True\)` returns"):
         df.checkpoint.import_(tmp_path / "model.pt")

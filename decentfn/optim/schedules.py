@@ -325,6 +325,10 @@ def gamma_from_learning_rate(
     return gamma
 
 
+def __getattr__(name: str) -> Any:
+    raise AttributeError(f"df.schedules has no {name!r}; it has {', '.join(__all__)}.")
+
+
 def _after_warmup(call: str, peak: float, warmup: int, steps: int, main: Callable[[int], Schedule]) -> Schedule:
     """Return a warm-up to `peak`, followed by `main(the other updates)`."""
     require(warmup >= 0, call, "warmup is >= 0; 0 is no warm-up.", warmup=warmup)
