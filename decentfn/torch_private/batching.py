@@ -196,9 +196,9 @@ def _embedding_bag(
 def _install(op: Any, rule: Callable[..., Any], key: Any, always: bool = False) -> None:
     def batched(*args: Any, **kwargs: Any) -> Any:
         shapes = [x.shape for x in trees.leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if shapes[0] and (always or any(isinstance(size, torch.SymInt) for shape in shapes for size in shape)):
-            if (out := rule(*args, **kwargs)) is not NotImplemented:
-                return out
+        has_symbols = always or any(isinstance(size, torch.SymInt) for shape in shapes for size in shape)
+        if shapes[0] and has_symbols and (out := rule(*args, **kwargs)) is not NotImplemented:
+            return out
         return op._op_dk(key, *args, **kwargs)
 
     op.py_impl(key)(batched)
