@@ -271,10 +271,16 @@ def test_what_reaches_parameters_through_a_list_is_evaluated_with_those_of_the_s
     assert torch.equal(module.trained, torch.eye(3)) and module.listed[1] is module.trained
 
 
-def test_by_autograd_frozen_parameters_of_a_list_are_those_of_the_state():
+@pytest.mark.parametrize("backend", [None, "eager"])
+def test_a_traced_gradient_refuses_frozen_parameters_of_a_list_and_by_autograd_they_are_those_of_the_state(backend):
     params, buffers, loss_fn = df.functional(Listed(), nn.functional.mse_loss)
     x = torch.arange(12.0).view(4, 3)
-    init, step = df.all_reduce(df.autograd(loss_fn), df.sgd(0.1), df.topology("complete", 1))
+    for around in (lambda loss_fn: loss_fn, df.autograd):
+        init, step = df.all_reduce(around(loss_fn), df.sgd(0.1), df.topology("complete", 1))
+        step = step if backend is None else df.compile(step, backend=backend)
+        if around is not df.autograd:
+            with pytest.raises(ValueError, match=r"frozen parameters \['frozen'\].*ParameterList.*df.autograd"):
+                step(init(params, buffers), (x, x), 0)
     _, metrics = step(init(params, {"frozen": 2 * buffers["frozen"]}), (x, x), 0)
     torch.testing.assert_close(metrics.loss, x.square().mean())
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 from collections.abc import Sequence
 from contextlib import nullcontext
 from operator import attrgetter
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from decentfn.comm import collectives
 from decentfn.comm.fingerprint import compare, digest
@@ -217,7 +220,22 @@ def _apart(new: Tensor, own: Tensor) -> Tensor:
 
 
 def _without_graph(x: Any) -> Any:
-    """Return a leaf of aux without the graph, in its own memory: a tensor may be the batch's or the state's."""
-    if isinstance(x, torch.Tensor):
-        return x.detach().clone() if x.grad_fn is None or x._is_view() else x.detach()
-    return torch.as_tensor(x) if isinstance(x, (bool, int, float)) else x
+    """Return a leaf of aux without the graph, in its own memory: a tensor may be the batch's or the state's.
+
+    An object that holds tensors, at any depth, is copied with them; modules and code in it are shared.
+    """
+    if isinstance(x, (bool, int, float)):
+        return torch.as_tensor(x)
+    copies: dict[int, Any] = {}
+    seen, found, has_tensors = set(), [x], False
+    while found:
+        item = found.pop()
+        if isinstance(item, torch.Tensor):
+            has_tensors = True
+            copies[id(item)] = item.detach().clone() if item.grad_fn is None or item._is_view() else item.detach()
+        elif isinstance(item, (nn.Module, type, FunctionType, ModuleType)):
+            copies[id(item)] = item
+        elif id(item) not in seen:
+            seen.add(id(item))
+            found += gc.get_referents(item)
+    return copy.deepcopy(x, copies) if has_tensors else x

@@ -18,7 +18,7 @@ from decentfn.core.context import context
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import require
 from decentfn.core.trees import PyTree
-from decentfn.gradient.gradient_checks import copied, frozen_under, require_apart
+from decentfn.gradient.gradient_checks import copied, frozen_under, listed_parameters, require_apart, require_unlisted
 from decentfn.gradient.loss import in_mode, is_pair, require_criterion, watched
 from decentfn.gradient.parameter_swap import (
     Entry,
@@ -60,7 +60,10 @@ class ModuleLoss:
         self._shapes = _shapes(params), _shapes(buffers)
         self.param_attributes = {name: vars(x) for name, x in params.items()}
         self._trained = _trained(network)
-        self._hooked = _with_hooks(self.own(), params)
+        own = self.own()
+        listed = listed_parameters(network.modules()) if buffers else set()
+        self._listed = sorted(name for name, x in own.items() if name in buffers and id(x) in listed)
+        self._hooked = _with_hooks(own, params)
         self._places = {
             name.removeprefix(self._prefix): name for name, _ in (*network.named_parameters(), *network.named_buffers())
         }
@@ -72,6 +75,7 @@ class ModuleLoss:
         new = {name: b if name in self.frozen else torch.clone(b) for name, b in buffers.items()}
         given = {**params, **new}
         changed: list[str] = []
+        require_unlisted(self._call, self._listed, params)
         if torch.compiler.is_dynamo_compiling():
             self._require_no_hooks(params)
             self._require_trained(params)
