@@ -199,7 +199,7 @@ def ends(script, arguments, capsys):
         ),
         (
             ["--topology", "ring", "--topology-args", "foo=1"],
-            "train_lm: --topology ring: topology('ring', 1): got an unexpected keyword",
+            "train_lm: --topology ring: ring(foo=...): there is no such argument",
         ),
         (["--algorithm-args", "gamma"], "train_lm: --algorithm-args gamma: expected name=value"),
         (["--algorithm-args", "gamma=2"], "train_lm: adapt_while_communicate(gamma=2)"),
