@@ -168,6 +168,18 @@ def test_of_long_logs_the_smallest_and_the_largest_values_are_drawn(tmp_path, ca
     assert len(y) <= 20_000 and {9.0, -9.0} <= set(y)
 
 
+def test_what_one_worker_does_not_have_is_said(tmp_path, capsys):
+    text = "".join(strings_of(tmp_path, capsys, {"step": 1, "loss": 1.0, "seconds": 3.0}))
+    assert "sent by a worker: unknown" in text and "consensus distance: none" in text
+    assert "against seconds: unknown" not in text
+
+
+def strings_of(tmp_path, capsys, line):
+    log = write(tmp_path / "log.jsonl", [line])
+    assert "-" in reported(capsys, log).texts
+    return (tmp_path / "page.html").read_text()
+
+
 def test_a_last_line_that_a_kill_cut_short_is_left_out_and_the_page_says_so(tmp_path, capsys):
     log = write(tmp_path / "log.jsonl", [row(0, [1.0])], end='\n{"step": 1, "lo')
     assert any("cut short" in text for text in reported(capsys, log).texts)
