@@ -58,7 +58,7 @@ def _text(value: Any) -> str:
 def _table(runs: Sequence[_Run]) -> str:
     """Return the last values of runs, and settings; of several runs those that differ."""
     rows: list[tuple[Any, ...]] = [("", *(its.name for its in runs)), ("workers", *(len(its.workers) for its in runs))]
-    rows += [(name, *(f"{its.axes[name][-1]:,.6g}" for its in runs)) for name in runs[0].axes]
+    rows += [(name, *(f"{its.axes[name][-1]:,.6g}".replace("nan", "-") for its in runs)) for name in runs[0].axes]
     for name in dict.fromkeys(name for its in runs for name in its.settings):
         row = [its.settings.get(name, "-") for its in runs]
         rows += [(f"config: {name}", *row)] if len(runs) == 1 or len(set(row)) > 1 else []
@@ -166,7 +166,9 @@ def _panels(titles: Sequence[str], height: int, columns: int) -> Any:
 
 def _curves(runs: Sequence[_Run]) -> tuple[str, Any]:
     """Draw the losses against steps, seconds and bytes, and the consensus distance."""
-    titles = [*(f"loss against {axis}" for axis in runs[0].axes), "consensus distance against steps"]
+    known = [any((its.axes[axis] >= 0).any() for its in runs) for axis in runs[0].axes]
+    titles = [f"loss against {axis}{'' if has else ': unknown'}" for axis, has in zip(runs[0].axes, known, strict=True)]
+    titles.append("consensus distance" + ("" if any((its.distance > 0).any() for its in runs) else ": none"))
     figure = _panels(titles, 610, 2)
     most = max(100, _POINTS // (3 * sum(len(its.workers) for its in runs)))
     for number, its in enumerate(runs):

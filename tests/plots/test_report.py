@@ -162,10 +162,22 @@ def strings(x):
 
 def test_of_long_logs_the_smallest_and_the_largest_values_are_drawn(tmp_path, capsys):
     losses = np.random.default_rng(0).random(30_000)
-    losses[777], losses[20_001] = 9.0, -9.0
+    losses[778], losses[20_002] = 9.0, -9.0  # not the first of a part
     rows = [{"step": k, "loss": x} for k, x in enumerate(losses.tolist())]
     y = curve(reported(capsys, write(tmp_path / "log.jsonl", rows)).figures[0], "mean")["y"]
     assert len(y) <= 20_000 and {9.0, -9.0} <= set(y)
+
+
+def test_what_one_worker_does_not_have_is_said(tmp_path, capsys):
+    text = "".join(strings_of(tmp_path, capsys, {"step": 1, "loss": 1.0, "seconds": 3.0}))
+    assert "sent by a worker: unknown" in text and "consensus distance: none" in text
+    assert "against seconds: unknown" not in text
+
+
+def strings_of(tmp_path, capsys, line):
+    log = write(tmp_path / "log.jsonl", [line])
+    assert "-" in reported(capsys, log).texts
+    return (tmp_path / "page.html").read_text()
 
 
 def test_a_last_line_that_a_kill_cut_short_is_left_out_and_the_page_says_so(tmp_path, capsys):
@@ -220,9 +232,13 @@ def test_an_asynchronous_trace_is_a_timeline_of_own_steps_and_of_messages_that_a
     clock = df.clock([0.1, 0.1, 0.1, 0.3], df.planning.Cluster(4, df.planning.Link(1)))
     line = clock.timeline(df.timing.Exchange(df.topology("one-peer-exp", 4), 1e6, is_awaited=False), 9)
     line.save(tmp_path / "trace.json")
-    computes, _, _, arrivals = reported(capsys, tmp_path / "trace.json").figures[0]
+    computes, _, messages, arrivals = reported(capsys, tmp_path / "trace.json").figures[0]
     assert len(computes["x"]) == sum(line.trace.num_steps)
-    assert len(arrivals["text"]) == sum(len(step) for its in line.trace.taken for step in its)
+    its = line.trace
+    taken = [(i, k, j, s) for i in range(4) for k, step in enumerate(its.taken[i]) for j, s in step]
+    expected = [(its.ended[j][s], its.ended[i][k - 1] if k else 0.0, j, i) for i, k, j, s in taken]
+    drawn = [*zip(messages["x"][::3], messages["x"][1::3], messages["y"][::3], messages["y"][1::3], strict=True)]
+    assert drawn == expected and len(arrivals["text"]) == len(expected) > 20
 
 
 @pytest.mark.parametrize("begins", [0.0, 1.0])
