@@ -176,7 +176,7 @@ def make_topology(config: Config, num_workers: int, local: int) -> df.Topology:
     try:
         return df.topology(config.topology, num_workers, **options)
     except TypeError as error:
-        raise ValueError(f"--topology {config.topology}: {error}; see --topology-args.") from None
+        raise ValueError(f"--topology {config.topology}: {error} See --topology-args.") from None
 
 
 def make_algorithm(config: Config, loss_fn: Any, topology: df.Topology) -> df.Algorithm:
