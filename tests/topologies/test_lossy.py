@@ -158,3 +158,26 @@ def test_certificates_count_what_is_sent():
 def test_what_cannot_be_lost_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.thorough
+def test_a_share_of_the_workers_drawn_by_the_seed_and_the_step_takes_part():
+    """Those outside the draw mix with nobody, all matrices are doubly stochastic, and K-GT still nears the optimum."""
+
+    def outside(t):
+        is_out = df.draws.uniform(3, torch.tensor(t), 0, (N,)).argsort() >= N // 2
+        return is_out[:, None].expand(N, N).clone()
+
+    topology = cut(df.topology("static-ring", N), outside)
+    for t in range(20):
+        w, is_out = mixing_matrix(topology, t), outside(t)[:, 0]
+        assert int(is_out.sum()) == N - N // 2
+        assert torch.equal(w[is_out], torch.eye(N, dtype=w.dtype)[is_out])
+        torch.testing.assert_close(w.sum(0), torch.ones(N, dtype=w.dtype))
+        torch.testing.assert_close(w.sum(1), torch.ones(N, dtype=w.dtype))
+    centers = torch.arange(N, dtype=torch.float64)[:, None]
+    init, step = df.k_gt(lambda x, c: ((x - c) ** 2).sum() / 2, df.sgd(0.05), topology, inner_steps=3)
+    state, run = df.stack(init(torch.zeros(1, dtype=torch.float64)), N), df.simulate(step, N)
+    for t in range(900):
+        state, _ = run(state, centers, t)
+    torch.testing.assert_close(df.params(state), torch.full_like(df.params(state), (N - 1) / 2), rtol=0, atol=0.02)
