@@ -139,6 +139,7 @@ def test_a_checkpoint_of_four_workers_is_restored_as_what_resize_makes_of_them(r
 
 NOT_OF_THE_MEAN_ALONE = (
     "asynchronous_gradient_push",
+    "asynchronous_diloco",
     "stochastic_gradient_push",
     "stochastic_gradient_push, delayed",
     "push_diging",

@@ -209,8 +209,9 @@ def built(topology=ONE_PEER, loss=loss_fn, **options):
         (lambda: df.survive(built().step), "survive.*asynchronous_gradient_push"),
         (
             lambda: df.settle(df.adapt_then_combine(loss_fn, df.sgd(0.1), ONE_PEER).init({"a": torch.ones(1)})),
-            "no messages",
+            "own clocks",
         ),
+        (lambda: df.sweep(df.simulate(built().step, N), 4), "sweep.*one run after the other"),
         (lambda: df.trace(), "no mailbox"),
         (lambda: df.data.until([], steps=3, seconds=2), "one of them"),
         (lambda: df.data.until([], seconds=0), "greater than 0"),

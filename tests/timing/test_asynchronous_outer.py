@@ -7,7 +7,17 @@ import pytest
 import torch
 
 import decentfn as df
-from tests.timing.test_asynchronous import DIRECTED, ONE_PEER, N, assert_replayed, batch, conserves, loss_fn, starts, sums
+from tests.timing.test_asynchronous import (
+    DIRECTED,
+    ONE_PEER,
+    N,
+    assert_replayed,
+    batch,
+    conserves,
+    loss_fn,
+    starts,
+    sums,
+)
 from tests.timing.traces import RECORDED, random_trace, replayed
 
 H = 3

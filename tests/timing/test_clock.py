@@ -13,7 +13,6 @@ from decentfn.timing import Exchange, Links
 from tests.timing.traces import RECORDED
 
 
-
 def test_the_recorded_clock_of_asynchronous_local_sgd():
     recorded = RECORDED["clock"]
     clock, inner = df.clock(recorded["seconds_per_step"], Links([1] * 4)), recorded["H"]

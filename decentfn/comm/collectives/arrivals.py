@@ -195,21 +195,10 @@ def _own_step_kernel(token: Tensor, t: Tensor, workers: int) -> Tensor:
     return context.arrivals.offered(int(t)).steps.to(token.device)
 
 
-_own_step = operator(
+own_step = operator(
     "own_step(Tensor token, Tensor t, int workers) -> Tensor",
     _own_step_kernel,
     lambda token, t, workers: token.new_empty((workers,) if workers else (), dtype=torch.int64),
-    lambda info, in_dims, token, t, workers: (  # of a sweep's runs, which have the same steps, after the workers
-        (_own_step(token.select(in_dims[0], 0), t, workers), None)
-        if workers
-        else (_own_step(token.select(in_dims[0], 0), t, info.batch_size), 0)
-    ),
+    lambda info, in_dims, token, t, _: (own_step(token.select(in_dims[0], 0), t, info.batch_size), 0),
 )
-
-
-def own_step(token: Tensor, t: Tensor, workers: int = 0) -> Tensor:
-    """Return the own step that a worker takes in step `t`, 0-d int64; of all `workers` `[N]`, -1 for those without one.
-
-    `token` is any tensor of the state, with its device and, under `vmap`, the worker axis.
-    """
-    return _own_step(token, t, workers)
+"""Operator `(token, t, 0)` -> a worker's own step in step t, 0-d int64; `(token, t, N)`: of all, `[N]`, -1 for none."""
