@@ -60,8 +60,8 @@ class Curve(NamedTuple):
         return next((s for s, now, after in both if min(now, after) >= accuracy), float("inf"))
 
 
-def train(algorithm: df.Algorithm, line: Timeline, seed: int, alpha: float, every: float = 0.5) -> Curve:
-    """Take the steps of a timeline, and evaluate every so many of its seconds."""
+def train(algorithm: df.Algorithm, line: Timeline, seconds: float, seed: int, alpha: float) -> Curve:
+    """Take the steps of a timeline, and evaluate after every half second of it."""
     data, held_out = digits.load()
     shards = df.data.fixed_shards(df.data.dirichlet_shards(data.labels, N, alpha, seed), batch_size=16, seed=seed)
     at_once = tuple(tuple((i, t) for i in range(N)) for t in range(len(line.end)))
@@ -77,15 +77,15 @@ def train(algorithm: df.Algorithm, line: Timeline, seed: int, alpha: float, ever
         x = df.params(state)
         found += [(line.end[k, i], i, {name: leaf[i] for name, leaf in x.items()}) for i, k in events]
     found.sort(key=lambda one: one[0])  # a level's steps end at different times
-    curve, now, at = Curve([], []), {}, every
-    for seconds, i, x in found:
-        while seconds > at:
-            if len(now) == N:  # all have taken a step
-                mean = {name: sum(its[name] for its in now.values()) / N for name in x}
-                curve.seconds.append(at)
-                curve.accuracy.append(digits.accuracy(mean, held_out))
-            at += every
-        now[i] = x
+    curve, now = Curve([], []), {}
+    for at in torch.arange(0.5, seconds + 0.25, 0.5).tolist():
+        while found and found[0][0] <= at + 1e-9:
+            _, i, x = found.pop(0)
+            now[i] = x
+        if len(now) == N:  # all have taken a step
+            mean = {name: sum(x[name] for x in now.values()) / N for name in now[0]}
+            curve.seconds.append(at)
+            curve.accuracy.append(digits.accuracy(mean, held_out))
     return curve
 
 
@@ -133,7 +133,7 @@ def main(
         print(f"{cluster:52}{f'to {target:.0%}, s':>14}{'at the end':>15}{'steps':>7}")
         for name, (algorithm, sends) in methods(learning_rate).items():
             line = timeline(clock, sends, seconds)
-            curves = [train(algorithm, line, seed, alpha) for seed in seeds]
+            curves = [train(algorithm, line, seconds, seed, alpha) for seed in seeds]
             found.setdefault(cluster, {})[name] = curves
             times = ", ".join(f"{curve.first(target):.1f}" for curve in curves)
             ends = ", ".join(f"{curve.accuracy[-1]:.3f}" for curve in curves)

@@ -17,6 +17,7 @@ from decentfn.planning import Cluster, Link
 from decentfn.testing import on_ranks
 from decentfn.timing import Exchange
 from decentfn.train.own_steps import memory_of
+from tests.timing.skewed_labels import uncorrected_push
 from tests.timing.traces import random_trace, replayed
 
 N = 4
@@ -138,6 +139,22 @@ def test_fast_workers_do_not_count_more():
     start = {"a": torch.full((1,), 2.25, dtype=torch.float64)}
     state = replayed(algorithm, trace, [start] * N, lambda i, k: optima[i])
     assert abs(float(df.consensus_mean(df.settle(state, arrivals=trace))["a"]) - 2.25) < 0.15
+
+
+def test_the_step_size_by_mass_corrects_what_the_papers_would_leave():
+    """One worker is four times faster than the others: Σ f has its optimum at 2.25, Σ r f at 1.29."""
+    trace = (
+        df.clock([0.1, 0.4, 0.4, 0.4], Cluster(N, Link(10)))
+        .timeline(Exchange(ONE_PEER, 1e3, is_awaited=False), 400)
+        .trace
+    )
+    assert trace is not None
+    optima = torch.tensor([0.0, 1.0, 5.0, 3.0], dtype=torch.float64)
+    start, ends = {"a": torch.full((1,), 2.25, dtype=torch.float64)}, []
+    for make in (df.asynchronous_gradient_push, uncorrected_push):
+        state = replayed(make(loss_fn, df.sgd(0.01), ONE_PEER), trace, [start] * N, lambda i, k: optima[i])
+        ends.append(float(df.consensus_mean(df.settle(state, arrivals=trace))["a"]))
+    assert ends == pytest.approx([2.16, 1.51], abs=0.02)
 
 
 # -- ranks, and their replay --------------------------------------------------------------------------------------------
