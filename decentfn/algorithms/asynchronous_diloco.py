@@ -27,7 +27,7 @@ from torch import Tensor
 
 from decentfn import kit
 from decentfn.algorithms import asynchronous_gradient_push as push
-from decentfn.algorithms.outer import after_steps, cleared
+from decentfn.algorithms.outer import after_steps
 from decentfn.comm import collectives
 from decentfn.core.trees import PyTree
 from decentfn.topologies import Topology
@@ -43,7 +43,7 @@ class Memory(NamedTuple):
 
     def restart(self, x: kit.Buckets) -> Memory:
         """Keep all mass, give it the new parameters, and begin a round there without momentum."""
-        return Memory(self.mail.restart(x), *cleared(self[1:]))
+        return Memory(self.mail.restart(x), kit.zeros_like(x), kit.zeros_like(x))
 
 
 @kit.algorithm
