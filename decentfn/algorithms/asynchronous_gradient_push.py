@@ -30,6 +30,7 @@ from decentfn import kit
 from decentfn.comm import collectives, gossip
 from decentfn.core.buckets import loose
 from decentfn.core.trees import PyTree
+from decentfn.timing import LEAST_MASS
 from decentfn.topologies import Topology
 from decentfn.topologies import every as every_steps
 
@@ -152,8 +153,9 @@ class Mail:
 
 def with_mail(z: kit.Buckets, w: Tensor, sums: list[Tensor], mass: Tensor) -> tuple[kit.Buckets, Tensor]:
     """Return z and w after mail of `mass`, `sums` its differences from z times their mass, so equal values stay."""
-    total = kit.once(w + mass)
-    return kit.each(lambda b, s: (b + s / total.to(s.dtype)).to(b.dtype), z, kit.Buckets(sums, z.plan)), total
+    total = w + mass
+    divisor = kit.once(total.clamp(min=LEAST_MASS))  # less is none, after bad values, and then no mail has come
+    return kit.each(lambda b, s: (b + s / divisor.to(s.dtype)).to(b.dtype), z, kit.Buckets(sums, z.plan)), total
 
 
 def _check(call: str, topology: Topology, worker: kit.Worker) -> None:

@@ -157,6 +157,20 @@ def test_the_step_size_by_mass_corrects_what_the_papers_would_leave():
     assert ends == pytest.approx([2.16, 1.51], abs=0.02)
 
 
+@pytest.mark.parametrize("make", [df.asynchronous_gradient_push, partial(df.asynchronous_diloco, inner_steps=2)])
+def test_a_worker_whose_mass_was_dropped_is_finite_until_mail_comes(make):
+    """Alone it hears nothing; `df.guard` would stop a run in which it is bad in every step."""
+    init, step = df.guard(make(loss_fn, df.sgd(0.1), df.topology("complete", 1)), limit=5)
+    state = init(starts()[0])
+    bad = state.params[0].clone()
+    bad[1] = float("nan")
+    state = state._replace(params=df.kit.Buckets([bad, *state.params[1:]], state.params.plan))
+    for t in range(8):
+        state, metrics = step(state, batch(0, t), t)
+        assert torch.isfinite(state.params[0]).all()
+    assert metrics.guard.skipped == 1 and memory_of(state).weight == 0
+
+
 # -- ranks, and their replay --------------------------------------------------------------------------------------------
 
 
