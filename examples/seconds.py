@@ -37,17 +37,26 @@ class Method(NamedTuple):
 def methods(learning_rate: float) -> dict[str, Method]:
     everyone, one_peer = df.topology("complete", N), df.topology("one-peer-exp", N)
     loss_fn, inner = digits.loss_fn, df.sgd(learning_rate, momentum=0.9)
-    rounds = df.topologies.later(H - 1, df.topologies.every(H, everyone))
-    push = df.asynchronous_gradient_push(loss_fn, inner, one_peer)
     outer = {"inner_steps": H, "outer_learning_rate": 0.7, "outer_momentum": 0.5}
-    local = df.asynchronous_diloco(loss_fn, inner, one_peer, **outer)
     return {
         "all-reduce": Method(df.all_reduce(loss_fn, inner, everyone), Exchange(everyone, NBYTES, begins=2 / 3)),
         "D-PSGD": Method(df.adapt_while_communicate(loss_fn, inner, one_peer), Exchange(one_peer, NBYTES)),
-        "DiLoCo": Method(df.diloco(loss_fn, inner, everyone, **outer), Exchange(rounds, NBYTES, begins=1)),
-        "asynchronous push": Method(push, Exchange(push.topology, NBYTES, is_awaited=False)),
-        "asynchronous DiLoCo": Method(local, Exchange(local.topology, NBYTES, is_awaited=False)),
+        "DiLoCo": Method(
+            df.diloco(loss_fn, inner, everyone, **outer), Exchange(after_local_steps(everyone), NBYTES, begins=1)
+        ),
+        "asynchronous push": Method(
+            df.asynchronous_gradient_push(loss_fn, inner, one_peer), Exchange(one_peer, NBYTES, is_awaited=False)
+        ),
+        "asynchronous DiLoCo": Method(
+            df.asynchronous_diloco(loss_fn, inner, one_peer, **outer),
+            Exchange(after_local_steps(one_peer), NBYTES, is_awaited=False),
+        ),
     }
+
+
+def after_local_steps(topology: df.Topology) -> df.Topology:
+    """A round at the end of every H steps."""
+    return df.topologies.later(H - 1, df.topologies.every(H, topology))
 
 
 class Curve(NamedTuple):
@@ -83,7 +92,7 @@ def train(algorithm: df.Algorithm, line: Timeline, seconds: float, seed: int, al
             _, i, x = found.pop(0)
             now[i] = x
         if len(now) == N:  # all have taken a step
-            mean = {name: sum(x[name] for x in now.values()) / N for name in now[0]}
+            mean = {name: torch.stack([x[name] for x in now.values()]).mean(0) for name in now[0]}
             curve.seconds.append(at)
             curve.accuracy.append(digits.accuracy(mean, held_out))
     return curve
@@ -95,7 +104,7 @@ def timeline(clock: df.timing.Clock, sends: Exchange, seconds: float) -> Timelin
     if line.trace is not None:
         return line
     steps = max(1, int((line.end.max(1) <= seconds).sum()))
-    return Timeline(*(part[:steps] for part in line[:3]))
+    return Timeline(line.start[:steps], line.end[:steps], line.waited[:steps])
 
 
 def picture(curves: dict[str, dict[str, Curve]]) -> Figure:
@@ -121,13 +130,14 @@ def main(
     """Returns the curves by cluster, method and seed.
 
     Args:
-        seconds: of a run, on the clock.
+        seconds: of a run, on the clock; at least 3, as a step over the slow link takes more than 1.
         alpha: of the labels' Dirichlet distribution; 0.1: each worker has few digits.
         learning_rate: of every method's (inner) optimizer.
         target: held-out accuracy to which the seconds are shown.
         seeds: of the start and the data.
         path: of the picture, of the first seed.
     """
+    command_line.at_least(3, seconds=seconds)
     found: dict[str, dict[str, list[Curve]]] = {}
     for cluster, clock in CLUSTERS.items():
         print(f"{cluster:52}{f'to {target:.0%}, s':>14}{'at the end':>15}{'steps':>7}")
