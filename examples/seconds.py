@@ -137,7 +137,8 @@ def main(
         seeds: of the start and the data.
         path: of the picture, of the first seed.
     """
-    command_line.at_least(3, seconds=seconds)
+    if seconds < 3:
+        raise ValueError(f"--seconds {seconds}: it is at least 3.")
     found: dict[str, dict[str, list[Curve]]] = {}
     for cluster, clock in CLUSTERS.items():
         print(f"{cluster:52}{f'to {target:.0%}, s':>14}{'at the end':>15}{'steps':>7}")
