@@ -35,11 +35,6 @@ class Replay:
         trace.require_of(call, topology)
         self.trace, self.topology, self.room = trace, topology, trace.room
 
-    @property
-    def num_levels(self) -> int:
-        """Number of levels."""
-        return len(self.trace.levels)
-
     def arriving(self, level: int) -> Tensor:
         """Return the messages that each worker takes, `[N, M]` int64, in their order; -1 fills up.
 
@@ -64,9 +59,9 @@ class Replay:
         return Offered(given, to, place, steps)
 
     def _events(self, level: int) -> tuple[Event, ...]:
-        if level >= self.num_levels:
-            raise ValueError(f"step(state, batch, t={level}): the trace that is replayed has {self.num_levels} levels.")
-        return self.trace.levels[level]
+        if level >= len(levels := self.trace.levels):
+            raise ValueError(f"step(state, batch, t={level}): the trace that is replayed has {len(levels)} levels.")
+        return levels[level]
 
     def _number(self, message: Event, receiver: int) -> int:
         sender, s = message
