@@ -29,8 +29,6 @@ from decentfn import kit
 from decentfn.algorithms import asynchronous_gradient_push as push
 from decentfn.algorithms.outer import after_steps
 from decentfn.comm import collectives
-from decentfn.core.trees import PyTree
-from decentfn.topologies import Topology
 
 
 class Memory(NamedTuple):
@@ -50,7 +48,7 @@ class Memory(NamedTuple):
 def asynchronous_diloco(
     loss_fn: kit.LossFn,
     optimizer: Any,
-    topology: Topology,
+    topology: kit.Topology,
     *,
     inner_steps: int = 50,
     outer_learning_rate: float = 0.7,
@@ -88,7 +86,7 @@ def asynchronous_diloco(
     def start(x: kit.Buckets) -> Memory:
         return Memory(mail.start(x), kit.zeros_like(x), kit.zeros_like(x))
 
-    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+    def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         (phi, letters), (_, d, b) = mail.take(state.params, state.memory.mail, t), state.memory
         theta = kit.add(phi, d)
         g, local = worker.gradient(theta, state.local, batch, t)

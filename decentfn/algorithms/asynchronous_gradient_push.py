@@ -29,9 +29,8 @@ from torch import Tensor
 from decentfn import kit
 from decentfn.comm import collectives, gossip
 from decentfn.core.buckets import loose
-from decentfn.core.trees import PyTree
+from decentfn.core.numbers import require
 from decentfn.timing import LEAST_MASS
-from decentfn.topologies import Topology
 from decentfn.topologies import every as every_steps
 
 _CALL = "asynchronous_gradient_push"
@@ -53,7 +52,7 @@ class Memory(NamedTuple):
 
 @kit.algorithm
 def asynchronous_gradient_push(
-    loss_fn: kit.LossFn, optimizer: Any, topology: Topology, *, every: int = 1, **options: Unpack[kit.Options]
+    loss_fn: kit.LossFn, optimizer: Any, topology: kit.Topology, *, every: int = 1, **options: Unpack[kit.Options]
 ) -> kit.Algorithm:
     """Push-sum in which each worker takes its own steps, as fast as it can; `t` is the worker's own step.
 
@@ -73,14 +72,14 @@ def asynchronous_gradient_push(
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
-        ValueError: `every` < 1, averages in groups, a self-weight of 0, workers of several processes, or a loss scale that
+        ValueError: `every` < 1, averages in groups, a self-weight of 0, `shared`, workers of several processes, or a loss scale that
             all workers agree on.
     """
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
     kit.require_whole(_CALL, every=every)
     mail = Mail(_CALL, worker, every_steps(every, topology) if every > 1 else topology)
 
-    def step(state: kit.State, batch: PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+    def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         z, memory = mail.take(state.params, state.memory, t)
         g, local = worker.gradient(z, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, z)
@@ -94,11 +93,11 @@ class Mail:
     """Mail of an algorithm whose workers wait for nobody: parameters z with a share of their mass, on `schedule`.
 
     Raises:
-        ValueError: the worker's topology averages in groups or has a self-weight of 0; the worker is several processes, or
-            agrees on a loss scale. `call` is the algorithm's name.
+        ValueError: the worker's topology averages in groups or has a self-weight of 0; the worker has `shared` parameters, is
+            several processes, or agrees on a loss scale. `call` is the algorithm's name.
     """
 
-    def __init__(self, call: str, worker: kit.Worker, schedule: Topology) -> None:
+    def __init__(self, call: str, worker: kit.Worker, schedule: kit.Topology) -> None:
         _check(call, worker.topology, worker)
         self._worker, self._schedule = worker, schedule
 
@@ -134,16 +133,16 @@ class Mail:
 
     def algorithm(
         self,
-        step: Callable[[kit.State, PyTree, Tensor], tuple[kit.State, kit.Metrics]],
+        step: Callable[[kit.State, kit.PyTree, Tensor], tuple[kit.State, kit.Metrics]],
         start: Callable[[kit.Buckets], Any],
-        schedules: tuple[Topology, ...] = (),
+        schedules: tuple[kit.Topology, ...] = (),
     ) -> kit.Algorithm:
         """Return the algorithm of this step and first memory, whose `init` opens the mailbox."""
         made = self._worker.algorithm(
             step, start, topology=self._schedule, push_sum=True, own_steps=True, schedules=schedules
         )
 
-        def init(params: PyTree, buffers: PyTree = None) -> kit.State:
+        def init(params: kit.PyTree, buffers: kit.PyTree = None) -> kit.State:
             state = made.init(params, buffers)
             collectives.open_mailbox(self._schedule, self._sent(state.params))
             return state
@@ -158,7 +157,7 @@ def with_mail(z: kit.Buckets, w: Tensor, sums: list[Tensor], mass: Tensor) -> tu
     return kit.each(lambda b, s: (b + s / divisor.to(s.dtype)).to(b.dtype), z, kit.Buckets(sums, z.plan)), total
 
 
-def _check(call: str, topology: Topology, worker: kit.Worker) -> None:
+def _check(call: str, topology: kit.Topology, worker: kit.Worker) -> None:
     if topology.has_groups:
         raise ValueError(
             f"{call}: {topology.name!r} averages in groups, for which all of a group wait; use a schedule of messages, such as "
@@ -170,6 +169,8 @@ def _check(call: str, topology: Topology, worker: kit.Worker) -> None:
             f"{call}: {topology.name!r} has a self-weight of {smallest:g}, so a worker would give all of its mass away and have "
             "no weight to divide by; use a topology with positive self-weights."
         )
+    rule = "mail carries all parameters; leave it out, or use stochastic_gradient_push."
+    require(worker.shared is None, call, rule, shared=worker.shared)
     if worker.within_worker.processes > 1:
         raise ValueError(
             f"{call}: a worker of {worker.within_worker.processes} processes, which would take different mail; each worker is "

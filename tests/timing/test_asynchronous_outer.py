@@ -202,6 +202,7 @@ def test_the_recorded_synchronous_run():
         (lambda: built(df.topology("complete", N)), "asynchronous_diloco.*averages in groups"),
         (lambda: built(df.topologies.from_shifts("shift", [{1: 1.0}], N)), "asynchronous_diloco.*self-weight of 0"),
         (lambda: built(inner_steps=0), "inner_steps=0"),
+        (lambda: built(shared=lambda name, shape: True), "asynchronous_diloco.*mail carries all parameters"),
         (lambda: built(outer_learning_rate=0.0), "outer_learning_rate=0"),
         (lambda: built(outer_momentum=1.5), "outer_momentum=1.5"),
         (lambda: built(loss=df.dynamic_loss_scale(loss_fn, agree=True)), "asynchronous_diloco.*agree=False"),
