@@ -13,6 +13,7 @@ from decentfn.algorithms.a2cid2 import a2cid2
 from decentfn.algorithms.adapt_then_combine import adapt_then_combine
 from decentfn.algorithms.adapt_while_communicate import adapt_while_communicate
 from decentfn.algorithms.all_reduce import all_reduce
+from decentfn.algorithms.asynchronous_diloco import asynchronous_diloco
 from decentfn.algorithms.asynchronous_gradient_push import asynchronous_gradient_push
 from decentfn.algorithms.beer import beer
 from decentfn.algorithms.choco_sgd import choco_sgd
@@ -97,6 +98,7 @@ __all__ = [
     "adapt_while_communicate",
     "algorithms",
     "all_reduce",
+    "asynchronous_diloco",
     "asynchronous_gradient_push",
     "autograd",
     "average_buffers",

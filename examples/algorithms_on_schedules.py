@@ -29,6 +29,7 @@ EVERYONE = ("all_reduce", "decoupled_diloco", "demo", "diloco", "sparse_loco", "
 
 COMPRESSED = {"compressor": df.compressors.top_k(0.25), "gamma": 0.4}
 OPTIONS: dict[str, dict[str, Any]] = {
+    "asynchronous_diloco": {"inner_steps": 10},
     "beer": COMPRESSED,
     "choco_sgd": COMPRESSED,
     "deep_squeeze": COMPRESSED,

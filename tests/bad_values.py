@@ -43,6 +43,7 @@ MENDED = {
     "stochastic_gradient_push, delayed": "neighbors' mass",
     "stochastic_gradient_push": "neighbors' mass",
     "asynchronous_gradient_push": "neighbors' mass",
+    "asynchronous_diloco": "neighbors' mass",
     "diloco": _OUTER,
     "streaming_diloco": _OUTER,
     "noloco": _OUTER,

@@ -40,8 +40,9 @@ def unequal_shares(n: int) -> df.Topology:
 
 def _mass(state: Any, topology: df.Topology, t: int) -> list[torch.Tensor]:
     """Σ w z and what is in flight; the weight rides at the end of the first bucket of the widest dtype."""
-    total = [(state.memory.weight.double()[:, None] * z.double()).sum(0) for z in state.params]
-    outboxes = getattr(state.memory, "outboxes", ())
+    memory = getattr(state.memory, "mail", state.memory)
+    total = [(memory.weight.double()[:, None] * z.double()).sum(0) for z in state.params]
+    outboxes = getattr(memory, "outboxes", ())
     carrier = [b.dtype for b in state.params].index(torch.float64)
     for age, outbox in enumerate(outboxes):
         sent_at = t - len(outboxes) + age
@@ -49,7 +50,7 @@ def _mass(state: Any, topology: df.Topology, t: int) -> list[torch.Tensor]:
             given_away = 1 - df.mixing_matrix(topology, sent_at).diagonal()
             for i, box in enumerate(outbox):
                 total[i] = total[i] + given_away @ (box[:, :-1] if i == carrier else box).double()
-    if (ring := getattr(state.memory, "ring", None)) is not None:
+    if (ring := getattr(memory, "ring", None)) is not None:
         for i, values in enumerate(ring.values):
             total[i] = total[i] + torch.einsum("nrk,nrd->d", ring.shares, values.double())
     return total
@@ -117,6 +118,9 @@ ROWS: dict[str, Subject] = {
         df.stochastic_gradient_push, unequal_shares, {"delay": 1}, laws=(mass_is_conserved,)
     ),
     "asynchronous_gradient_push": Subject(df.asynchronous_gradient_push, unequal_shares, laws=(mass_is_conserved,)),
+    "asynchronous_diloco": Subject(
+        df.asynchronous_diloco, unequal_shares, {"inner_steps": 2}, laws=(mass_is_conserved,)
+    ),
     "push_diging": Subject(df.push_diging, unequal_shares, laws=(mass_is_conserved, trackers_follow_gradients)),
     "quasi_global_momentum": Subject(df.quasi_global_momentum, on("one-peer-exp"), {"nesterov": True}),
     "quasi_global_adam": Subject(df.quasi_global_adam, on("ring"), {"eps": 1e-3}, laws=()),  # or it divides by almost 0

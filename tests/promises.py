@@ -32,7 +32,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "streaming_diloco": {"inner_steps": 2, "num_fragments": 1},
     "sparse_loco": {"inner_steps": 1, "decay": 0.95},
     **dict.fromkeys(
-        ("diloco", "factored_gossip_diloco", "gasloc", "k_gt", "led", "noloco", "slowmo"), {"inner_steps": 1}
+        ("asynchronous_diloco", "diloco", "factored_gossip_diloco", "gasloc", "k_gt", "led", "noloco", "slowmo"),
+        {"inner_steps": 1},
     ),
 }
 """Hyperparameters without a default, and an outer step in every step."""

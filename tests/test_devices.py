@@ -21,7 +21,7 @@ pytestmark = pytest.mark.thorough
 def test_a_step_reads_nothing_back_and_copies_nothing(row):
     """Also within the operators, where a new round's table is sent once, from pinned memory."""
     for simulated in (False, True):
-        if simulated and row == "asynchronous_gradient_push":
+        if simulated and row.startswith("asynchronous"):
             continue  # what arrives is decided on the host
         first, again, new = devices.copies(contract.ROWS[row], simulated=simulated)
         assert {leaf.device.type for leaf in trees.leaves(new)} == {"meta"}

@@ -109,6 +109,7 @@ NUMBERS = {
     "deep_squeeze": lambda x: {"compressor": TOP_K, "gamma": x},
     "motef": lambda x: {"compressor": TOP_K, "gamma": x, "momentum": x},
     "noloco": lambda x: {"gamma": x, "inner_steps": 2},
+    "asynchronous_diloco": lambda x: {"outer_learning_rate": x, "outer_momentum": x, "inner_steps": 2},
     "diloco": lambda x: {"outer_learning_rate": x, "inner_steps": 2},
     "streaming_diloco": lambda x: {"outer_learning_rate": x, "inner_steps": 2, "num_fragments": 1},
     "decoupled_diloco": lambda x: {
@@ -127,7 +128,18 @@ NUMBERS = {
     "clipped_gossip": lambda x: {"tau": x},
 }
 """Hyperparameters that a search varies. `beer` is `motef`'s code; the outer optimizer of another one is a transform."""
-RESTS = {"noloco", "diloco", "streaming_diloco", "decoupled_diloco", "sparse_loco", "slowmo", "gasloc", "k_gt", "led"}
+RESTS = {
+    "asynchronous_diloco",
+    "decoupled_diloco",
+    "diloco",
+    "gasloc",
+    "k_gt",
+    "led",
+    "noloco",
+    "slowmo",
+    "sparse_loco",
+    "streaming_diloco",
+}
 """Between outer steps they have a graph of their own."""
 
 

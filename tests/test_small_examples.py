@@ -203,6 +203,25 @@ def test_every_outer_optimizer_trains(example):
     assert min(example("outer_optimizers").main(steps=240).values()) > 0.85
 
 
+def test_only_workers_that_wait_for_nobody_keep_their_pace_beside_a_slow_worker_or_link(example, tmp_path):
+    seconds = example("seconds")
+    found = seconds.main(seconds=3.0, seeds=(0,), path=tmp_path / "seconds.png")
+    assert (tmp_path / "seconds.png").exists()
+    taken = {}
+    for cluster, clock in seconds.CLUSTERS.items():
+        for name, method in seconds.methods(0.05).items():
+            line = seconds.timeline(clock, method.sends, 3.0)
+            taken[cluster, name] = len(line.end) if line.trace is None else max(line.trace.num_steps)
+            assert found[cluster][name][0].seconds[-1] == 3.0
+    for name in found["equal workers"]:
+        waits = not name.startswith("asynchronous")
+        for cluster in ("one is three times slower", "one has a tenth of the bandwidth"):
+            slower = taken[cluster, name] / taken["equal workers", name]
+            assert slower <= 0.7 if waits else slower == 1, (cluster, name)
+    slow = {name: curves[0].accuracy[-1] for name, curves in found["one is three times slower"].items()}
+    assert slow["asynchronous push"] > slow["all-reduce"] + 0.1 and slow["asynchronous DiLoCo"] > slow["DiLoCo"]
+
+
 def test_lion_trains(example):
     assert min(example("custom_optimizer").main(steps=60).values()) > 0.85
 

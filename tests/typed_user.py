@@ -48,6 +48,7 @@ def algorithms(topology: df.Topology, optimizer: df.Transform) -> df.Algorithm:
         df.adapt_then_combine(loss_fn, optimizer, topology, wire_dtype=torch.bfloat16),
         df.all_reduce(loss_fn, optimizer, topology),
         df.asynchronous_gradient_push(loss_fn, optimizer, topology),
+        df.asynchronous_diloco(loss_fn, optimizer, topology),
         df.beer(loss_fn, optimizer, topology, compressor=compressor, gamma=0.1),
         df.choco_sgd(loss_fn, optimizer, topology, compressor=compressor, gamma=0.1),
         df.clipped_gossip(loss_fn, optimizer, topology),

@@ -20,6 +20,7 @@ Mass that stays because a message still travels keeps a part of the bias.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Unpack
 
 import torch
@@ -29,6 +30,7 @@ from decentfn import kit
 from decentfn.comm import collectives, gossip
 from decentfn.core.buckets import loose
 from decentfn.core.numbers import require
+from decentfn.timing import LEAST_MASS
 from decentfn.topologies import every as every_steps
 
 _CALL = "asynchronous_gradient_push"
@@ -75,71 +77,106 @@ def asynchronous_gradient_push(
     """
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
     kit.require_whole(_CALL, every=every)
-    schedule = every_steps(every, topology) if every > 1 else topology
-    _check(topology, worker)
-
-    def start(z: kit.Buckets) -> Memory:
-        is_simulated = collectives.world().size < topology.num_workers
-        places, w = int(is_simulated), torch.ones((), dtype=torch.float64, device=z[0].device)
-        sent, shares = _sent(z), w.new_zeros((places, schedule.slots))
-        to = torch.full_like(shares, -1, dtype=torch.int64)
-        return Memory(w, collectives.Ring(tuple(x.new_zeros((places, len(x))) for x in sent), shares, to))
-
-    def _sent(z: kit.Buckets) -> list[Tensor]:
-        return [gossip.narrow(b, plan.dtype, worker.wire_dtype) for b, plan in zip(z, z.plan.buckets, strict=True)]
+    mail = Mail(_CALL, worker, every_steps(every, topology) if every > 1 else topology)
 
     def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
-        z, (w, ring) = state.params, state.memory
-        z, w = with_mail(z, w, *collectives.take(list(z), ring, schedule, t))
+        z, memory = mail.take(state.params, state.memory, t)
         g, local = worker.gradient(z, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, z)
-        z = kit.add(z, u)
+        z, memory = mail.offer(kit.add(z, u), memory, t)
+        return kit.State(z, local, memory), g.metrics
+
+    return mail.algorithm(step, mail.start)
+
+
+class Mail:
+    """Mail of an algorithm whose workers wait for nobody: parameters z with a share of their mass, on `schedule`.
+
+    Raises:
+        ValueError: the worker's topology averages in groups or has a self-weight of 0; the worker has `shared` parameters, is
+            several processes, or agrees on a loss scale. `call` is the algorithm's name.
+    """
+
+    def __init__(self, call: str, worker: kit.Worker, schedule: kit.Topology) -> None:
+        _check(call, worker.topology, worker)
+        self._worker, self._schedule = worker, schedule
+
+    def start(self, z: kit.Buckets) -> Memory:
+        """Return a worker's first memory: mass 1, and nothing in flight."""
+        is_simulated = collectives.world().size < self._schedule.num_workers
+        places, w = int(is_simulated), torch.ones((), dtype=torch.float64, device=z[0].device)
+        values, shares = self._sent(z), w.new_zeros((places, self._schedule.slots))
+        to = torch.full_like(shares, -1, dtype=torch.int64)
+        return Memory(w, collectives.Ring(tuple(x.new_zeros((places, len(x))) for x in values), shares, to))
+
+    def _sent(self, z: kit.Buckets) -> list[Tensor]:
+        wire = self._worker.wire_dtype
+        return [gossip.narrow(b, plan.dtype, wire) for b, plan in zip(z, z.plan.buckets, strict=True)]
+
+    def take(self, z: kit.Buckets, memory: Memory, t: Tensor) -> tuple[kit.Buckets, Memory]:
+        """Return z and the memory with the mail that has arrived before own step `t`."""
+        sums, mass = collectives.take(list(z), memory.ring, self._schedule, t)
+        z, w = with_mail(z, memory.weight, sums, mass)
+        return z, memory._replace(weight=w)
+
+    def offer(self, z: kit.Buckets, memory: Memory, t: Tensor) -> tuple[kit.Buckets, Memory]:
+        """Offer z at the end of own step `t`; return it, and the memory with the mass that stays."""
+        w = memory.weight
         # Drop bad values together with their mass: a worker without mass sends nothing, and takes the next mail as it is.
         *values, w = kit.unless_bad(loose([*z, w[None]]), lambda: kit.each(torch.zeros_like, loose([*z, w[None]])))
-        z, w = kit.Buckets(values, z.plan), w[0]
-        sent = _sent(z)
-        given, ring = collectives.offer(sent, w, ring, schedule, t)
+        z, w, sent = kit.Buckets(values, z.plan), w[0], self._sent(kit.Buckets(values, z.plan))
+        given, ring = collectives.offer(sent, w, memory.ring, self._schedule, t)
         w = w - given
-        if worker.wire_dtype is not None:  # what rounding takes from the messages stays here
+        if self._worker.wire_dtype is not None:  # what rounding takes from the messages stays here
             z = kit.each(lambda b, q: b + (given / w).to(b.dtype) * (b - q.to(b.dtype)), z, kit.Buckets(sent, z.plan))
-        return kit.State(z, local, Memory(w, ring)), g.metrics
+        return z, Memory(w, ring)
 
-    made = worker.algorithm(step, start, topology=schedule, push_sum=True, own_steps=True, schedules=())
+    def algorithm(
+        self,
+        step: Callable[[kit.State, kit.PyTree, Tensor], tuple[kit.State, kit.Metrics]],
+        start: Callable[[kit.Buckets], Any],
+        schedules: tuple[kit.Topology, ...] = (),
+    ) -> kit.Algorithm:
+        """Return the algorithm of this step and first memory, whose `init` opens the mailbox."""
+        made = self._worker.algorithm(
+            step, start, topology=self._schedule, push_sum=True, own_steps=True, schedules=schedules
+        )
 
-    def init(params: kit.PyTree, buffers: kit.PyTree = None) -> kit.State:
-        state = made.init(params, buffers)
-        collectives.open_mailbox(schedule, _sent(state.params))
-        return state
+        def init(params: kit.PyTree, buffers: kit.PyTree = None) -> kit.State:
+            state = made.init(params, buffers)
+            collectives.open_mailbox(self._schedule, self._sent(state.params))
+            return state
 
-    return made._replace(init=init)
+        return made._replace(init=init)
 
 
 def with_mail(z: kit.Buckets, w: Tensor, sums: list[Tensor], mass: Tensor) -> tuple[kit.Buckets, Tensor]:
     """Return z and w after mail of `mass`, `sums` its differences from z times their mass, so equal values stay."""
-    total = kit.once(w + mass)
-    return kit.each(lambda b, s: (b + s / total.to(s.dtype)).to(b.dtype), z, kit.Buckets(sums, z.plan)), total
+    total = w + mass
+    divisor = kit.once(total.clamp(min=LEAST_MASS))  # less is none, after bad values, and then no mail has come
+    return kit.each(lambda b, s: (b + s / divisor.to(s.dtype)).to(b.dtype), z, kit.Buckets(sums, z.plan)), total
 
 
-def _check(topology: kit.Topology, worker: kit.Worker) -> None:
+def _check(call: str, topology: kit.Topology, worker: kit.Worker) -> None:
     if topology.has_groups:
         raise ValueError(
-            f"{_CALL}: {topology.name!r} averages in groups, for which all of a group wait; use a schedule of messages, such as "
+            f"{call}: {topology.name!r} averages in groups, for which all of a group wait; use a schedule of messages, such as "
             "'one-peer-exp'."
         )
     smallest = min(float(topology.round(t).weights[:, 0].min()) for t in topology.steps(_SAMPLED))
     if not smallest > 0:
         raise ValueError(
-            f"{_CALL}: {topology.name!r} has a self-weight of {smallest:g}, so a worker would give all of its mass away and have "
+            f"{call}: {topology.name!r} has a self-weight of {smallest:g}, so a worker would give all of its mass away and have "
             "no weight to divide by; use a topology with positive self-weights."
         )
     rule = "mail carries all parameters; leave it out, or use stochastic_gradient_push."
-    require(worker.shared is None, _CALL, rule, shared=worker.shared)
+    require(worker.shared is None, call, rule, shared=worker.shared)
     if worker.within_worker.processes > 1:
         raise ValueError(
-            f"{_CALL}: a worker of {worker.within_worker.processes} processes, which would take different mail; each worker is "
+            f"{call}: a worker of {worker.within_worker.processes} processes, which would take different mail; each worker is "
             "one process."
         )
     if worker.scaling is not None and worker.scaling.agree:
         raise ValueError(
-            f"{_CALL}: df.dynamic_loss_scale(agree=True) needs all workers in the same step; pass agree=False, so each worker has its own scale."
+            f"{call}: df.dynamic_loss_scale(agree=True) needs all workers in the same step; pass agree=False, so each worker has its own scale."
         )

@@ -65,7 +65,7 @@ def simulate(
         require_rows("state", state, num_workers)
         new, metrics = run_all(state, batch, t)
         if replay is not None:
-            goes_on = collectives.have_steps(state.params[0], t)
+            goes_on = collectives.own_step(state.params[0], t, num_workers) >= 0
             new = trees.map(
                 lambda new, old: torch.where(goes_on.view(-1, *[1] * (new.dim() - 1)), new, old), new, state
             )

@@ -37,8 +37,8 @@ def sweep(step: Step, num_runs: int) -> Step:
             is the stacked state of run r.
 
     Raises:
-        ValueError: R is not positive; a step that is not simulated, or compiled, donated or swept already; one whose loss
-            is `df.autograd`; or (when called) a leaf without R rows, or several processes.
+        ValueError: R is not positive; a step that is not simulated, or compiled, donated or swept already; one of workers
+            on their own clocks, or whose loss is `df.autograd`; or (when called) a leaf without R rows, or several processes.
 
     >>> import torch, decentfn as df
     >>> init, step = df.adapt_while_communicate(lambda x, b: ((x - b) ** 2).sum(), df.sgd(0.1), df.topology("ring", 4))
@@ -51,6 +51,11 @@ def sweep(step: Step, num_runs: int) -> Step:
     if not isinstance(step, Step) or not step.had("simulate"):
         raise ValueError(f"sweep({brief(step)}): expected a simulated step, df.sweep(df.simulate(step, N), R).")
     step = Step.of(step, "sweep", refuse=("compile", "donate", "sweep"))
+    if step.own_steps:
+        raise ValueError(
+            f"sweep({step.name}, {num_runs}): its workers take their own steps, whose mail is looked up for one run at a time; "
+            "simulate one run after the other."
+        )
     if step.is_by_autograd:
         raise ValueError(
             "sweep(step of df.autograd(loss_fn), R): PyTorch's autograd computes one worker after the other, so nothing "

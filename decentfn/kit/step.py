@@ -147,7 +147,9 @@ class Step:
             collectives.whole_step(number, donated=self._donates) as here,
             draws.torch_draws(number, here.identity.place),
         ):
-            outer, context.resting = context.resting, collectives.resting(self.schedules, t, number)
+            # In a replay t is a level, in which workers take steps of other numbers.
+            known = self.schedules if self.arrivals is None else ()
+            outer, context.resting = context.resting, collectives.resting(known, t, number)
             context.arrivals = self.arrivals
             try:
                 if self.is_by_autograd and not functorch.has_no_value(state.params.tensors[0]):

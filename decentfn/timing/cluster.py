@@ -31,10 +31,6 @@ class Link:
         require(self.latency_ms >= 0, "Link", "the latency is not negative.", latency_ms=self.latency_ms)
         require(0 < self.efficiency <= 1, "Link", "a share of the rate, in (0, 1].", efficiency=self.efficiency)
 
-    def seconds(self, nbytes: float, messages: float = 1) -> float:
-        """Return the time in which `nbytes` in this many messages, one after another, cross the link."""
-        return nbytes * 8 / (self.gbit_per_s * 1e9 * self.efficiency) + messages * self.latency_ms / 1e3
-
 
 @dataclass(frozen=True)
 class Cluster:

@@ -20,7 +20,7 @@ class Offered(NamedTuple):
     given: Tensor  # [N, K] float64, the share of its mass in each slot, 0 if nothing goes out
     to: Tensor  # [N, K] int64, the receiver in each slot; -1: nothing goes out
     place: Tensor  # [N] int64, place in the sender's ring; -1: nobody takes it
-    is_active: Tensor  # [N] bool, True for the workers with a step in this level
+    steps: Tensor  # [N] int64, the own step of each worker in this level; -1: none
 
 
 class Replay:
@@ -34,11 +34,6 @@ class Replay:
     def __init__(self, call: str, trace: Trace, topology: Topology) -> None:
         trace.require_of(call, topology)
         self.trace, self.topology, self.room = trace, topology, trace.room
-
-    @property
-    def num_levels(self) -> int:
-        """Number of levels."""
-        return len(self.trace.levels)
 
     def arriving(self, level: int) -> Tensor:
         """Return the messages that each worker takes, `[N, M]` int64, in their order; -1 fills up.
@@ -54,19 +49,19 @@ class Replay:
         """Return what the workers offer in a level."""
         n, slots = self.trace.num_workers, self.topology.slots
         given, to = torch.zeros(n, slots, dtype=torch.float64), torch.full((n, slots), -1)
-        place, is_active = torch.full((n,), -1), torch.zeros(n, dtype=torch.bool)
+        place, steps = torch.full((n,), -1), torch.full((n,), -1)
         for i, s in self._events(level):
-            is_active[i], place[i] = True, self.trace.places.get((i, s), -1)
+            steps[i], place[i] = s, self.trace.places.get((i, s), -1)
             sent = torch.tensor(self.trace.sent[i][s - self.trace.first[i]], dtype=torch.bool)
             destinations = self.topology.round(s).destinations[i]
             to[i] = destinations.where(sent, -1)
             given[i] = shares_of(self.topology, s)[i] * (to[i] >= 0)
-        return Offered(given, to, place, is_active)
+        return Offered(given, to, place, steps)
 
     def _events(self, level: int) -> tuple[Event, ...]:
-        if level >= self.num_levels:
-            raise ValueError(f"step(state, batch, t={level}): the trace that is replayed has {self.num_levels} levels.")
-        return self.trace.levels[level]
+        if level >= len(levels := self.trace.levels):
+            raise ValueError(f"step(state, batch, t={level}): the trace that is replayed has {len(levels)} levels.")
+        return levels[level]
 
     def _number(self, message: Event, receiver: int) -> int:
         sender, s = message

@@ -110,15 +110,6 @@ def _rows(batch: Any) -> int:
     return len(first)
 
 
-def _memory(call: str, state: Any) -> Memory:
-    found = memory_of(state)
-    if found is None:
-        raise ValueError(
-            f"{call}: no messages are in flight between steps of this state; only df.asynchronous_gradient_push has such."
-        )
-    return found
-
-
 def memory_of(state: Any) -> Memory | None:
     """Return the memory of a worker on its own clock, also within a wrapper's; None for other states."""
     return next(iter(trees.nodes_of(Memory, getattr(state, "memory", ()))), None)
@@ -133,13 +124,18 @@ def settle(state: State, *, arrivals: Trace | None = None) -> State:
     and any mean over the workers.
 
     Args:
-        state: from `df.asynchronous_gradient_push`, of one worker or stacked.
+        state: of workers on their own clocks (`df.asynchronous_gradient_push`), of one worker or stacked.
         arrivals: of a stacked state that replays a trace: that trace, which says in which order what is left was taken.
 
     Raises:
         ValueError: a state of another algorithm.
     """
-    memory = _memory("settle(state)", state)
+    memory = memory_of(state)
+    rule = (
+        "only workers on their own clocks have messages in flight between steps, as of df.asynchronous_gradient_push."
+    )
+    require(memory is not None, "settle(state)", rule)
+    assert memory is not None
     weight, ring = memory
     if weight.dim():
         rows = collectives.addressed(ring.to) if arrivals is None else _left(ring, arrivals)

@@ -60,6 +60,7 @@ SCHEDULED = {
     "momentum_tracking": scheduled(df.momentum_tracking),
     "quasi_global_momentum": scheduled(df.quasi_global_momentum),
     "stochastic_gradient_push": scheduled(df.stochastic_gradient_push, "one-peer-exp-directed"),
+    "asynchronous_diloco": outer(df.asynchronous_diloco, "one-peer-exp"),  # it reads its progress in every step
 }
 METHODS = LOOPS | SCHEDULED
 FIRST = ("diloco", "streaming_diloco, late", "adapt_while_communicate")

@@ -77,12 +77,13 @@ def test_what_is_restored_is_what_was_saved_and_goes_on_alike(row, tmp_path):
 def test_what_is_kept_for_each_bucket_is_little():
     by_bucket = {row: [x.name for x in leaves_of(start(row, built(row))) if x.is_by_bucket] for row in ROWS}
     kept = {row for row, names in by_bucket.items() if names}
-    # decoupled_diloco: the counts of its fragments, which are slices of buckets. asynchronous_gradient_push: its ring.
+    # decoupled_diloco: the counts of its fragments, which are slices of buckets. The asynchronous ones: their rings.
     assert kept == {
         "stochastic_gradient_push, delayed",
         "power_gossip",
         "decoupled_diloco",
         "asynchronous_gradient_push",
+        "asynchronous_diloco",
     }
 
 

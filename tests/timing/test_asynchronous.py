@@ -3,6 +3,7 @@
 import random
 import re
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from decentfn.core import trees
 from decentfn.planning import Cluster, Link
 from decentfn.testing import on_ranks
 from decentfn.timing import Exchange
+from decentfn.train.own_steps import memory_of
+from tests.timing.skewed_labels import uncorrected_push
 from tests.timing.traces import random_trace, replayed
 
 N = 4
@@ -41,7 +44,7 @@ def batch(i, k):
 
 def mass(state):
     """Σ w z by leaf, float64, and Σ w."""
-    w = state.memory.weight
+    w = memory_of(state).weight
     return [(w[:, None] * bucket.double()).sum(0) for bucket in state.params], w.sum()
 
 
@@ -56,9 +59,9 @@ def leaves(state, i):
 # -- laws ---------------------------------------------------------------------------------------------------------------
 
 
-def conserves(topology, seed, events, dtype, **options):
-    trace = random_trace(topology, events, seed, rates=[4, 2, 1, 1])
-    algorithm = df.asynchronous_gradient_push(nothing, df.sgd(0.1), topology, bucket_mb=1e-9, **options)
+def conserves(topology, seed, events, dtype, make=df.asynchronous_gradient_push, **options):
+    algorithm = make(nothing, df.sgd(0.1), topology, bucket_mb=1e-9, **options)
+    trace = random_trace(algorithm.topology, events, seed, rates=[4, 2, 1, 1])
     own = starts(dtype)
     state = df.settle(replayed(algorithm, trace, own, batch), arrivals=trace)
     found, weight = mass(state)
@@ -138,12 +141,42 @@ def test_fast_workers_do_not_count_more():
     assert abs(float(df.consensus_mean(df.settle(state, arrivals=trace))["a"]) - 2.25) < 0.15
 
 
+def test_the_step_size_by_mass_corrects_what_the_papers_would_leave():
+    """One worker is four times faster than the others: Σ f has its optimum at 2.25, Σ r f at 1.29."""
+    trace = (
+        df.clock([0.1, 0.4, 0.4, 0.4], Cluster(N, Link(10)))
+        .timeline(Exchange(ONE_PEER, 1e3, is_awaited=False), 400)
+        .trace
+    )
+    assert trace is not None
+    optima = torch.tensor([0.0, 1.0, 5.0, 3.0], dtype=torch.float64)
+    start, ends = {"a": torch.full((1,), 2.25, dtype=torch.float64)}, []
+    for make in (df.asynchronous_gradient_push, uncorrected_push):
+        state = replayed(make(loss_fn, df.sgd(0.01), ONE_PEER), trace, [start] * N, lambda i, k: optima[i])
+        ends.append(float(df.consensus_mean(df.settle(state, arrivals=trace))["a"]))
+    assert ends == pytest.approx([2.16, 1.51], abs=0.02)
+
+
+@pytest.mark.parametrize("make", [df.asynchronous_gradient_push, partial(df.asynchronous_diloco, inner_steps=2)])
+def test_a_worker_whose_mass_was_dropped_is_finite_until_mail_comes(make):
+    """Alone it hears nothing; `df.guard` would stop a run in which it is bad in every step."""
+    init, step = df.guard(make(loss_fn, df.sgd(0.1), df.topology("complete", 1)), limit=5)
+    state = init(starts()[0])
+    bad = state.params[0].clone()
+    bad[1] = float("nan")
+    state = state._replace(params=df.kit.Buckets([bad, *state.params[1:]], state.params.plan))
+    for t in range(8):
+        state, metrics = step(state, batch(0, t), t)
+        assert torch.isfinite(state.params[0]).all()
+    assert metrics.guard.skipped == 1 and memory_of(state).weight == 0
+
+
 # -- ranks, and their replay --------------------------------------------------------------------------------------------
 
 
-def program(rank, topology, steps, pause, every, around):
+def program(rank, topology, steps, pause, make, around):
     """A rank with steps of random length; rank 3 is slow at times."""
-    algorithm = df.asynchronous_gradient_push(loss_fn, df.adam(0.05), topology, every=every)
+    algorithm = make(loss_fn, df.adam(0.05), topology)
     step, state, draw = around(algorithm.step), algorithm.init(starts()[rank]), random.Random(rank)
     for k, one in df.data.until((batch(rank, k) for k in range(10**9)), steps=steps):
         state, _ = step(state, one, k)
@@ -155,18 +188,18 @@ def program(rank, topology, steps, pause, every, around):
     return ended, settled, trace, df.consensus_mean(settled)
 
 
-def assert_replayed(topology, steps, pause, every=1, around=df.donate):
-    out = on_ranks(N, program, topology, steps, pause, every, around)
+def assert_replayed(topology, steps, pause, make=df.asynchronous_gradient_push, around=df.donate):
+    out = on_ranks(N, program, topology, steps, pause, make, around)
     trace = out[0][2]
     assert sum(trace.num_steps) in range(steps, steps + N)
-    algorithm = df.asynchronous_gradient_push(loss_fn, df.adam(0.05), topology, every=every)
+    algorithm = make(loss_fn, df.adam(0.05), topology)
     state = replayed(algorithm, trace, starts(), batch)
     settled = df.settle(state, arrivals=trace)
     for i, (ended, its, *_) in enumerate(out):
         for got, one in ((state, ended), (settled, its)):
             assert all(map(torch.equal, leaves(got, i), one.params))
-            assert torch.equal(got.memory.weight[i], one.memory.weight)
-    assert abs(float(settled.memory.weight.sum()) - N) < 1e-12
+            assert torch.equal(memory_of(got).weight[i], memory_of(one).weight)
+    assert abs(float(memory_of(settled).weight.sum()) - N) < 1e-12
     for name, value in df.consensus_mean(settled).items():
         torch.testing.assert_close(out[0][3][name], value, atol=1e-14, rtol=0)
     compiled = replayed(algorithm, trace, starts(), batch, compiled="aot_eager")
@@ -176,7 +209,7 @@ def assert_replayed(topology, steps, pause, every=1, around=df.donate):
 
 @pytest.mark.parametrize(("topology", "every"), [(ONE_PEER, 1), (df.topology("static-exp", N), 2)])
 def test_a_run_of_ranks_is_replayed_bit_for_bit(topology, every):
-    assert_replayed(topology, 120, 0.002, every)
+    assert_replayed(topology, 120, 0.002, partial(df.asynchronous_gradient_push, every=every))
 
 
 def test_compiled_ranks_are_replayed():
@@ -207,8 +240,9 @@ def built(topology=ONE_PEER, loss=loss_fn, **options):
         (lambda: df.survive(built().step), "survive.*asynchronous_gradient_push"),
         (
             lambda: df.settle(df.adapt_then_combine(loss_fn, df.sgd(0.1), ONE_PEER).init({"a": torch.ones(1)})),
-            "no messages",
+            "own clocks",
         ),
+        (lambda: df.sweep(df.simulate(built().step, N), 4), "sweep.*one run after the other"),
         (lambda: df.trace(), "no mailbox"),
         (lambda: df.data.until([], steps=3, seconds=2), "one of them"),
         (lambda: df.data.until([], seconds=0), "greater than 0"),

@@ -5,36 +5,56 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 
 import decentfn as df
 from decentfn.planning import Cluster, Link
 from decentfn.timing import Exchange, Links
-
-SECONDS = [0.58, 0.75, 1.51, 3.33]
-MERGES = [
-    [11.6, 0, 0],
-    [15.0, 1, 1],
-    [23.2, 0, 1],
-    [30.0, 1, 1],
-    [30.2, 2, 4],
-    [34.8, 0, 2],
-    [45.2, 1, 1],
-    [46.4, 0, 1],
-]
-MERGES += [[58.0, 0, 0], [60.2, 1, 2], [60.4, 2, 5], [66.6, 3, 11]]
-RECORDED = {800: 209.0, 1600: 406.4, 2400: 603.8, 3200: 801.4, 4000: 999.0, 4800: 1207.8, 5600: 1404.2, 8000: 1998.6}
-"""Local steps of all workers, and seconds, printed in a notebook of google-deepmind/asyncdiloco (e783a30)."""
+from tests.timing.traces import RECORDED
 
 
 def test_the_recorded_clock_of_asynchronous_local_sgd():
-    clock = df.clock(SECONDS, Links([1] * 4))
-    found = clock.merges(20, 400, wait=0.5)
+    recorded = RECORDED["clock"]
+    clock, inner = df.clock(recorded["seconds_per_step"], Links([1] * 4)), recorded["H"]
+    found = clock.merges(inner, 400, wait=recorded["wait"])
     rows = list(zip(found.seconds.round(9).tolist(), found.worker.tolist(), found.staleness.tolist(), strict=True))
-    assert [list(row) for row in rows[:12]] == MERGES
-    assert np.bincount(found.worker).tolist() == [172, 132, 66, 30] and found.staleness.max() == 14
-    assert {steps: round(float(found.seconds[steps // 20 - 1]), 9) for steps in RECORDED} == RECORDED
-    all_wait = clock.merges(20, 20, wait=1000.0).seconds[3::4]
-    assert all_wait == pytest.approx([66.6, 133.2, 199.8, 266.4, 333.0])
+    assert [list(row) for row in rows[:60]] == recorded["merges"]
+    assert np.bincount(found.worker).tolist() == recorded["merges_per_worker"]
+    assert found.staleness.max() == recorded["largest_staleness"]
+    for steps, seconds in recorded["steps_and_seconds"][1:]:
+        assert round(float(found.seconds[steps // inner - 1]), 9) == seconds
+    all_wait = clock.merges(inner, 20, wait=RECORDED["all_wait"]["wait"])
+    for steps, seconds in RECORDED["all_wait"]["steps_and_seconds"][1:]:
+        assert all_wait.seconds[steps // inner - 1] == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("name", ["vanilla_constant", "vanilla_polynomial", "delayed_sgd", "delayed_sgd_infinite"])
+def test_the_recorded_outer_parameters_follow_from_the_clock(name):
+    """Whoever is merged began `staleness` merges before; torch's optimizer takes the outer steps."""
+    recorded = RECORDED["quadratics"]
+    run, n, gamma = recorded["runs"][name], len(recorded["optima"]), recorded["gamma"]
+    clock = df.clock(recorded["seconds_per_step"], Links([1] * n))
+    found = clock.merges(recorded["H"], len(run["merges"]), wait=run["wait"])
+    optima = torch.tensor(recorded["optima"], dtype=torch.float64)
+    x = torch.nn.Parameter(torch.tensor(recorded["start"], dtype=torch.float64))
+    outer = torch.optim.SGD([x], lr=recorded["eta"], momentum=recorded["beta"], nesterov=True)
+    versions, total = [x.detach().clone()], torch.zeros_like(x)
+    for m, (seconds, worker, stale) in enumerate(zip(*found, strict=True)):
+        began = versions[m - stale]
+        own = optima[worker] + (1 - gamma) ** recorded["H"] * (began - optima[worker])
+        delta = began - own
+        if name.startswith("vanilla"):
+            x.grad = n**-0.5 * delta * ((1 + stale) ** -0.5 if name == "vanilla_polynomial" else 1)
+            outer.step()
+        else:
+            total += delta.detach() / n
+            if (m + 1) % n == 0:
+                x.grad, total = total, torch.zeros_like(total)
+                outer.step()
+        versions.append(x.detach().clone())
+        at, who, expected = run["merges"][m]
+        assert seconds == pytest.approx(at) and worker == who
+        np.testing.assert_allclose(x.detach().numpy(), expected, atol=1e-12)
 
 
 def test_one_slow_worker_sets_the_pace_of_all_but_of_those_that_wait_for_nobody():
@@ -53,7 +73,7 @@ def test_equal_workers_follow_the_closed_form(begins):
     n, nbytes, link = 6, 4e7, Link(1, latency_ms=2)
     clock = df.clock(0.1, Cluster(n, link))
     for name, payloads, rounds in (("ring", 1, 1), ("static-ring", 2, 1), ("complete", 2 * (n - 1) / n, 2 * (n - 1))):
-        messages = link.seconds(payloads * nbytes, rounds)
+        messages = payloads * nbytes * 8 / 0.93e9 + rounds * 2e-3
         step = 0.1 * begins + max(0.1 * (1 - begins), messages)
         line = clock.timeline(Exchange(df.topology(name, n), nbytes, begins), 10)
         assert line.end == pytest.approx(step * np.arange(1, 11)[:, None].repeat(n, 1))

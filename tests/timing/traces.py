@@ -1,11 +1,16 @@
-"""Random traces, and runs of a trace in the simulator."""
+"""Random traces, runs of a trace in the simulator, and recorded runs of asynchronous local SGD."""
 
+import json
 import random
+from pathlib import Path
 
 import torch
 
 import decentfn as df
 from decentfn.timing import Trace, schedule_name
+
+RECORDED = json.loads((Path(__file__).parents[1] / "data" / "asynchronous_local_sgd.json").read_text())
+"""Clocks printed in the notebook of google-deepmind/asyncdiloco, and outer parameters computed by its classes."""
 
 
 def random_trace(topology, events, seed, rates=None, late=0.5, kept=0.2):

@@ -1,6 +1,6 @@
 """Collectives between workers and their processes: the world, the operators of a step, and calls outside steps."""
 
-from decentfn.comm.collectives.arrivals import Ring, addressed, have_steps, offer, sum_of_mail, take
+from decentfn.comm.collectives.arrivals import Ring, addressed, offer, own_step, sum_of_mail, take
 from decentfn.comm.collectives.channels import Channels, close
 from decentfn.comm.collectives.hooks import Hooks
 from decentfn.comm.collectives.identity import Identity

@@ -19,7 +19,7 @@ from decentfn.comm.collectives.membership import world
 from decentfn.core.buckets import wide
 from decentfn.core.context import context
 from decentfn.core.handles import by_handle
-from decentfn.core.scalars import operator
+from decentfn.core.scalars import number_on, of_step, operator
 from decentfn.timing import LEAST_MASS, Offered, filled_up, shares_of
 from decentfn.topologies import Topology
 from decentfn.torch_private.functorch import with_workers_first
@@ -171,7 +171,7 @@ def _at_once(topology: Topology, t: int, mass: Tensor) -> Offered:
         stays = torch.where(goes, stays - share, stays)
         given[:, slot] *= goes
         to[:, slot].masked_fill_(~goes, -1)
-    return Offered(given, to, torch.zeros(len(to), dtype=torch.int64), torch.ones(len(to), dtype=torch.bool))
+    return Offered(given, to, torch.zeros(len(to), dtype=torch.int64), torch.full((len(to),), t))
 
 
 def _offer_vmap(info: Any, in_dims: Any, values: Any, mass: Tensor, handle: Any, t: Any, slots: int, _: int) -> Any:
@@ -189,10 +189,16 @@ _offer = operator(
 )
 
 
-have_steps = operator(
-    "have_steps(Tensor token, Tensor t) -> Tensor",
-    lambda token, t: context.arrivals.offered(int(t)).is_active.to(token.device),
-    lambda token, t: token.new_empty((token.shape[0],), dtype=torch.bool),
-    lambda info, in_dims, token, t: (have_steps(token.select(in_dims[0], 0), t), None),
+def _own_step_kernel(token: Tensor, t: Tensor, workers: int) -> Tensor:
+    if not workers or context.arrivals is None:
+        return of_step(number_on, t, token.device).repeat((workers,) if workers else ())
+    return context.arrivals.offered(int(t)).steps.to(token.device)
+
+
+own_step = operator(
+    "own_step(Tensor token, Tensor t, int workers) -> Tensor",
+    _own_step_kernel,
+    lambda token, t, workers: token.new_empty((workers,) if workers else (), dtype=torch.int64),
+    lambda info, in_dims, token, t, _: (own_step(token.select(in_dims[0], 0), t, info.batch_size), 0),
 )
-"""Operator `(token [N, ...], t)` -> `[N]` bool, True for the workers with a step in level t of the replay."""
+"""Operator `(token, t, 0)` -> a worker's own step in step t, 0-d int64; `(token, t, N)`: of all, `[N]`, -1 for none."""
