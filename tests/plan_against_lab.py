@@ -302,7 +302,7 @@ def on_ranks(network, folder):
         sleeps = setting.seconds if isinstance(setting.seconds, list) else [setting.seconds] * N
         alone = timed(setting, sleeps[here.rank], None, setting.period, 5)
         taken = timed(setting, sleeps[here.rank], df.topology(setting.topology, N), setting.period, setting.periods)
-        everyone = [None] * N
+        everyone: list[Any] = [None] * N
         dist.all_gather_object(everyone, (alone, taken))
         if here.rank == 0:
             alone, taken = [its[0] for its in everyone], [its[1] for its in everyone]

@@ -137,6 +137,7 @@ def _hosts(n: int, rates: Sequence[float], is_bridged: bool) -> Iterator[list[in
 
 
 def _namespace() -> int:
+    """Make a network namespace with TCP Reno, which each kernel allows there: BBR pauses where messages cross."""
     _call("unshare", _NEW_NETWORK)
     ipv6 = [f"ipv6/conf/{which}/disable_ipv6" for which in ("all", "default")]  # no packets that nobody sent
     for name, value in [*((name, "1") for name in ipv6), ("ipv4/tcp_congestion_control", "reno")]:

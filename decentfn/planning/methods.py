@@ -63,22 +63,24 @@ class Work:
 
 
 def ddp(work: Work, cluster: Cluster) -> Prediction:
-    """All-reduce of gradients over all processes, hidden behind a part of the backward pass; each process holds all."""
+    """All-reduce of gradients over all processes, bucket by bucket, each when it is full; each process holds all."""
     both = cluster.num_workers, cluster.workers_per_node
     members, local = (count * cluster.processes_per_worker for count in both)
     alone = replace(cluster, num_workers=members, workers_per_node=local, processes_per_worker=1)
-    return _predicted("DDP", "all-reduce", work, alone, complete(members), 1.0, **_in_buckets(work))
+    begins, parts = _in_buckets(work)
+    return _predicted("DDP", "all-reduce", work, alone, complete(members), 1.0, begins=begins, parts=parts)
 
 
 def hsdp(work: Work, cluster: Cluster) -> Prediction:
     """Parameters sharded in a node: gathered twice and gradients scattered there, and averaged over the nodes."""
-    made = complete(cluster.num_workers)
-    return _predicted("HSDP", "all-reduce", work, cluster, made, 1.0, **_in_buckets(work))
+    made, (begins, parts) = complete(cluster.num_workers), _in_buckets(work)
+    return _predicted("HSDP", "all-reduce", work, cluster, made, 1.0, begins=begins, parts=parts)
 
 
-def _in_buckets(work: Work) -> dict[str, float]:
+def _in_buckets(work: Work) -> tuple[float, float]:
+    """Return the share of the computation after which the first bucket leaves, and the number of buckets."""
     parts = max(1.0, work.parameters * work.nbytes / _BUCKET)
-    return {"parts": parts, "begins": _FORWARD + (1 - _FORWARD) / parts}
+    return _FORWARD + (1 - _FORWARD) / parts, parts
 
 
 def gossip(work: Work, cluster: Cluster, topology: Topology) -> Prediction:
