@@ -1,8 +1,10 @@
 """Steps per second of fast workers beside a slow one: `python -m tests.stragglers` prints the table of docs/surviving.md.
 
 Four gloo ranks; a step computes for 0.1 s (a sleep, so that two cores are enough), 0.3 s where a worker is slow.
+`python -m tests.stragglers 0.02 asynchronous gossip`: of 0.02 s; methods with these words in their names.
 """
 
+import sys
 import time
 
 import torch
@@ -31,6 +33,7 @@ METHODS = {
 SLOW = {
     "worker 3, always": lambda rank, t: rank == 3,
     "one worker, drawn in each step": lambda rank, t: rank == int(df.draws.integers(0, t, 0, (), N)),
+    "nobody": lambda rank, t: False,
 }
 
 
@@ -75,17 +78,17 @@ def gossip_step(method):
     return take
 
 
-slow = None
+slow, seconds = None, COMPUTE_S
 
 
 def compute(rank, t):
-    time.sleep(COMPUTE_S * (SLOWER if SLOW[slow](rank, t) else 1))
+    time.sleep(seconds * (SLOWER if SLOW[slow](rank, t) else 1))
 
 
-def rate(method, who):
+def rate(method, who, of_compute):
     """Steps per second of this worker."""
-    global slow
-    slow, rank = who, dist.get_rank()
+    global slow, seconds
+    slow, seconds, rank = who, of_compute, dist.get_rank()
     step = ddp_step() if METHODS[method] is None else gossip_step(method)
     dist.barrier()
     for t in range(STEPS):
@@ -95,15 +98,17 @@ def rate(method, who):
     return (STEPS - WARM_UP) / (time.perf_counter() - start)
 
 
-def main():
+def main(of_compute=COMPUTE_S, *words):
     ranks = Ranks(N)
     heads = ["steps/s of workers 0 to 2", *SLOW]
     print("| " + " | ".join(heads) + " |\n|" + "---|" * len(heads))
     for method in METHODS:
-        rates = [sum(ranks.run(rate, method, who)[:3]) / 3 for who in SLOW]
+        if words and not any(word in method for word in words):
+            continue
+        rates = [sum(ranks.run(rate, method, who, float(of_compute))[:3]) / 3 for who in SLOW]
         print(f"| {method} | " + " | ".join(f"{r:.1f}" for r in rates) + " |", flush=True)
     ranks.close()
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

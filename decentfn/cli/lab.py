@@ -137,10 +137,12 @@ def _hosts(n: int, rates: Sequence[float], is_bridged: bool) -> Iterator[list[in
 
 
 def _namespace() -> int:
+    """Make a network namespace with TCP Reno, which each kernel allows there: BBR pauses where messages cross."""
     _call("unshare", _NEW_NETWORK)
-    with suppress(OSError):  # no packets of IPv6 that nobody sent
-        for which in ("all", "default"):
-            Path(f"/proc/sys/net/ipv6/conf/{which}/disable_ipv6").write_text("1")
+    ipv6 = [f"ipv6/conf/{which}/disable_ipv6" for which in ("all", "default")]  # no packets that nobody sent
+    for name, value in [*((name, "1") for name in ipv6), ("ipv4/tcp_congestion_control", "reno")]:
+        with suppress(OSError):
+            Path("/proc/sys/net", name).write_text(value)
     return os.open("/proc/self/ns/net", os.O_RDONLY)
 
 
@@ -151,7 +153,7 @@ def _address(host: int) -> str:
 def _shape(device: str, mbit: float | None) -> None:
     if mbit is not None:
         burst = max(16 * 1024, round(mbit * 1e6 / 8 * _BURST_S))
-        _run(f"tc qdisc add dev {device} root tbf rate {mbit:g}mbit burst {burst} latency 50ms")
+        _run(f"tc qdisc add dev {device} root tbf rate {mbit:g}mbit burst {burst} latency 200ms")
         # Larger packets than the burst would be cut, and many small ones keep the processor busy.
         _run(f"ip link set {device} gso_max_size {min(burst, 65536)}")
 

@@ -17,6 +17,8 @@ from decentfn.train.process_group import init
 _BARS = "▁▂▃▄▅▆▇█"
 _UNUSUAL = 0.75
 """Share of the others' rate below which a link is slow."""
+_WINDOW_MB = 1
+"""Of TCP's windows, which every Linux allows."""
 
 
 def links(*, out: Path = Path("links.json"), json: bool = False) -> None:
@@ -117,13 +119,13 @@ def findings(found: dict[str, Any]) -> Iterator[str]:
             )
     one = _between(found, "mbit_one_stream")
     slow = {ends for ends in rates if ends[0] != ends[1] and one[ends] < _UNUSUAL * rates[ends]}
-    if slow:
-        i, j = max(slow, key=lambda ends: delays[ends])
+    for i, j in sorted(slow, key=lambda ends: delays[ends])[-1:]:
         window = rates[i, j] * delays[i, j] * 2 / 8e3
-        yield (
-            f"one connection gets {one[i, j]:.0f} of {rates[i, j]:.0f} Mbit/s from {nodes[i]['name']} to {nodes[j]['name']}: let TCP's "
-            f"windows be larger than {window:.1f} MB (sysctl net.ipv4.tcp_rmem, net.ipv4.tcp_wmem, the last of three numbers)."
-        )
+        if window > _WINDOW_MB:
+            yield (
+                f"one connection gets {one[i, j]:.0f} of {rates[i, j]:.0f} Mbit/s from {nodes[i]['name']} to {nodes[j]['name']}: let TCP's "
+                f"windows be larger than {window:.1f} MB (sysctl net.ipv4.tcp_rmem, net.ipv4.tcp_wmem, the last of three numbers)."
+            )
 
 
 def _far(nodes: list[dict[str, Any]], delays: dict[tuple[int, int], float]) -> Iterator[str]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from decentfn.planning.traffic import of_schedule, sampled
 from decentfn.timing import Cluster, Exchange, clock
-from decentfn.topologies import Topology, certificate, complete
+from decentfn.topologies import Topology, certificate, complete, one_peer_exp_directed
 
-_HIDES = 1 / 3
-"""Share of a step's computation behind which DDP's messages travel: they start when its first bucket is full."""
+_FORWARD, _BUCKET = 1 / 3, 25 * 2**20
+"""Share of the forward pass in a step's computation; bytes of gradients that travel together, when they are there."""
+_PARTS = 4
+"""Parts of the parameters, which streaming DiLoCo averages one after another."""
 _MOMENTS = 2
 """Copies of the parameters in Adam's state."""
 
@@ -60,17 +63,24 @@ class Work:
 
 
 def ddp(work: Work, cluster: Cluster) -> Prediction:
-    """All-reduce of gradients over all processes, hidden behind a part of the backward pass; each process holds all."""
+    """All-reduce of gradients over all processes, bucket by bucket, each when it is full; each process holds all."""
     both = cluster.num_workers, cluster.workers_per_node
     members, local = (count * cluster.processes_per_worker for count in both)
     alone = replace(cluster, num_workers=members, workers_per_node=local, processes_per_worker=1)
-    return _predicted("DDP", "all-reduce", work, alone, complete(members), 1.0, begins=1 - _HIDES)
+    begins, parts = _in_buckets(work)
+    return _predicted("DDP", "all-reduce", work, alone, complete(members), 1.0, begins=begins, parts=parts)
 
 
 def hsdp(work: Work, cluster: Cluster) -> Prediction:
     """Parameters sharded in a node: gathered twice and gradients scattered there, and averaged over the nodes."""
-    made = complete(cluster.num_workers)
-    return _predicted("HSDP", "all-reduce", work, cluster, made, 1.0, begins=1 - _HIDES)
+    made, (begins, parts) = complete(cluster.num_workers), _in_buckets(work)
+    return _predicted("HSDP", "all-reduce", work, cluster, made, 1.0, begins=begins, parts=parts)
+
+
+def _in_buckets(work: Work) -> tuple[float, float]:
+    """Return the share of the computation after which the first bucket leaves, and the number of buckets."""
+    parts = max(1.0, work.parameters * work.nbytes / _BUCKET)
+    return _FORWARD + (1 - _FORWARD) / parts, parts
 
 
 def gossip(work: Work, cluster: Cluster, topology: Topology) -> Prediction:
@@ -94,6 +104,33 @@ def diloco(work: Work, cluster: Cluster, inner_steps: int) -> Prediction:
     return _predicted("diloco", name, work, cluster, made, None, begins=1, every=inner_steps, inboxes=1, memory=2)
 
 
+def streaming(work: Work, cluster: Cluster, inner_steps: int) -> Prediction:
+    """streaming_diloco: an all-reduce of a part of the parameters every H / P steps, during a step's computation."""
+    parts = min(_PARTS, inner_steps)
+    name, made, part = (
+        f"every {inner_steps} steps",
+        complete(cluster.num_workers),
+        replace(work, wire=work.wire / parts),
+    )
+    every = inner_steps / parts
+    return _predicted("streaming_diloco", name, part, cluster, made, None, begins=0, every=every, inboxes=1, memory=2)
+
+
+def asynchronous(work: Work, cluster: Cluster) -> Prediction:
+    """asynchronous_gradient_push: nobody waits; what the links do not carry in a step is not sent."""
+    its = gossip(work, cluster, one_peer_exp_directed(cluster.num_workers))
+    sent = work.seconds / max(work.seconds, its.exchange)
+    return replace(
+        its,
+        method="asynchronous_gradient_push",
+        seconds=work.seconds,
+        between=its.between * sent,
+        inside=its.inside * sent,
+        gap=None,
+        bottleneck="computation",
+    )
+
+
 def _predicted(
     method: str,
     name: str,
@@ -103,7 +140,8 @@ def _predicted(
     gap: float | None,
     *,
     begins: float,
-    every: int = 1,
+    parts: float = 1.0,
+    every: float = 1,
     inboxes: int = 0,
     memory: int = 0,
     to_each: bool = False,
@@ -117,14 +155,12 @@ def _predicted(
     module = int(has_replicas and shards > 1)  # the copy of a module whose shards are copied into at each step
     payload, own = work.parameters * work.wire, work.parameters * work.nbytes
     timed, steps = clock(work.seconds, cluster), sampled(topology)
-    sends, traffic = (
-        Exchange(topology, payload, begins, to_each=to_each),
-        of_schedule(topology, cluster, to_each=to_each),
-    )
+    sends = Exchange(topology, payload, begins, to_each=to_each, parts=parts)
+    traffic = of_schedule(topology, cluster, to_each=to_each)
     between, inside = timed.exchange(sends, steps)
     exchange = max(between, inside) / every
-    seconds = (work.seconds * begins + max(work.seconds * (1 - begins), max(between, inside)) - work.seconds) / every
-    seconds += work.seconds
+    alone = fmean(timed.timeline(sends, 1, first=t).end.max() for t in steps)
+    seconds = work.seconds + float(alone - work.seconds) / every
     is_hidden = exchange <= work.seconds * 1e-3 or seconds <= work.seconds * 1.001
     slowest = "links between nodes" if between >= inside else "links inside nodes"
     kept = (_MOMENTS + memory) * work.parameters * max(4, work.nbytes)  # in float32 beside narrow parameters

@@ -12,7 +12,17 @@ from torch import nn
 
 from decentfn.core.formatting import brief
 from decentfn.core.numbers import at_least, checks_numbers, require
-from decentfn.planning.methods import Prediction, Work, compressed, ddp, diloco, gossip, hsdp
+from decentfn.planning.methods import (
+    Prediction,
+    Work,
+    asynchronous,
+    compressed,
+    ddp,
+    diloco,
+    gossip,
+    hsdp,
+    streaming,
+)
 from decentfn.timing.cluster import Cluster
 from decentfn.topologies import Topology
 from decentfn.topologies.registry import of_size
@@ -47,13 +57,13 @@ def plan(
     inner_steps: int = 64,
     topologies: Sequence[Topology] | None = None,
 ) -> Plan:
-    """Predict a step of DDP, HSDP, DiLoCo and of gossip on each topology, from the cluster's links.
+    """Predict a step of DDP, HSDP, (streaming) DiLoCo, asynchronous gradient push, and of gossip on each topology.
 
     Links are shared fairly and nothing else uses them; a step's computation is the same on all workers. Messages of
-    `adapt_while_communicate` travel during the computation, DDP's during its last third, and DiLoCo's
-    after it. With `sent` below 1, gossip is `deep_squeeze`: its compressed messages follow the computation, and a group
+    `adapt_while_communicate` and `streaming_diloco` travel during the computation, DDP's when a bucket of 25 MB is full, and
+    DiLoCo's after it; a step is that of `df.clock`. With `sent` below 1, gossip is `deep_squeeze`: its compressed messages follow the computation, and a group
     of r, such as `complete`, sends r - 1 of them per worker, since they cannot be averaged on their way. Schedules that
-    `deep_squeeze` refuses are left out. DDP, HSDP and DiLoCo do not compress.
+    `deep_squeeze` refuses are left out. The others do not compress.
 
     Args:
         cluster: the workers and their links.
@@ -116,7 +126,8 @@ def _ranked(
     work: Work, cluster: Cluster, sent: float, inner_steps: int, topologies: Sequence[Topology] | None
 ) -> list[tuple[Prediction, Topology | None]]:
     """Predict all methods, the fastest first."""
-    found = [ddp(work, cluster), diloco(work, cluster, inner_steps)]
+    found = [ddp(work, cluster), diloco(work, cluster, inner_steps), streaming(work, cluster, inner_steps)]
+    found.append(asynchronous(work, cluster))
     if cluster.processes_per_worker > 1:
         found.append(hsdp(work, cluster))
     made = topologies or of_size(cluster.num_workers, cluster.workers_per_node).values()

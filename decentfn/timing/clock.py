@@ -32,10 +32,12 @@ class Exchange:
         topology: its schedule: `complete` for an all-reduce, `df.topologies.every(H, complete)` for DiLoCo.
         nbytes: bytes of a worker's payload, >= 0.
         begins: share of a step's computation after which the messages leave, in [0, 1]: 0 if parameters travel during the
-            computation, 1 if the update is sent; 2/3 for DDP.
+            computation, 1 if the update is sent.
         delay: messages are awaited at the end of the step that many steps later.
         to_each: in a group, each worker sends to each other one, as compressed messages do; else groups are ring all-reduces.
         is_awaited: False if workers wait for nobody, as in `asynchronous_gradient_push`; `begins` is then 1.
+        parts: in so many equal parts the payload leaves from `begins` on, >= 1, the last one after the computation; DDP's buckets
+            of 25 MB, of which the first leaves after the share 1/3 + 2/3 / parts. 1: all of it leaves at once.
     """
 
     topology: Topology
@@ -44,11 +46,13 @@ class Exchange:
     delay: int = 0
     to_each: bool = False
     is_awaited: bool = True
+    parts: float = 1.0
 
     def __post_init__(self) -> None:
         require(isinstance(self.topology, Topology), "Exchange", "a Topology.", topology=self.topology)
         require(0 <= self.nbytes < math.inf, "Exchange", "bytes >= 0.", nbytes=self.nbytes)
         require(0 <= self.begins <= 1, "Exchange", "a share of the computation, in [0, 1].", begins=self.begins)
+        require(1 <= self.parts < math.inf, "Exchange", "a number of parts >= 1.", parts=self.parts)
         at_least("Exchange", "delay", self.delay, 0)
         rule = "workers that wait for nobody send messages; averages in groups are awaited."
         require(self.is_awaited or not self.topology.has_groups, "Exchange", rule, topology=self.topology.name)
@@ -168,6 +172,9 @@ class Clock:
             ready = np.maximum(self.after(now, exchange.begins * compute), free)
             leave = together(m, np.maximum(ready[m.senders], ready[m.receivers]))
             ends = leave + lasts
+            if exchange.parts > 1:
+                last = together(m, np.maximum(done[m.senders], done[m.receivers])) + lasts / exchange.parts
+                ends = np.maximum(ends, last)
             if k < 1000:
                 travels.append(np.stack([m.senders, m.receivers, leave, ends], 1))
             there = np.zeros(n)

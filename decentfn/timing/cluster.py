@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
+from typing import NamedTuple
 
 from decentfn.core.numbers import require, whole_number
 
@@ -30,6 +32,35 @@ class Link:
         require(self.gbit_per_s > 0, "Link", "the rate is positive.", gbit_per_s=self.gbit_per_s)
         require(self.latency_ms >= 0, "Link", "the latency is not negative.", latency_ms=self.latency_ms)
         require(0 < self.efficiency <= 1, "Link", "a share of the rate, in (0, 1].", efficiency=self.efficiency)
+
+
+class Pair(NamedTuple):
+    """Measured link between two processes."""
+
+    ends: tuple[int, int]
+    is_between: bool
+    gbit: float
+    latency_ms: float
+
+
+def measured(name: str, path: str | Path) -> tuple[list[list[int]], list[Pair]]:
+    """Return the ranks of each node, and the pairs, of a file of `decentfn links`."""
+    try:
+        found = json.loads(Path(path).read_text())
+        pairs = [Pair((p["from"], p["to"]), p["between"], p["mbit"] / 1e3, p["latency_ms"]) for p in found["pairs"]]
+        return [node["ranks"] for node in found["nodes"]], pairs
+    except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"{name}.measured({str(path)!r}): expected a file that `decentfn links` wrote ({error!r})."
+        ) from error
+
+
+def _slowest(nodes: list[list[int]], pairs: list[Pair]) -> Link | None:
+    """Return the slowest of the nodes' links, each the median of its pairs."""
+    its = [found for ranks in nodes if (found := [p for p in pairs if not set(ranks).isdisjoint(p.ends)])]
+    if not its:
+        return None
+    return Link(min(median(p.gbit for p in of) for of in its), max(median(p.latency_ms for p in of) for of in its))
 
 
 @dataclass(frozen=True)
@@ -67,18 +98,9 @@ class Cluster:
         Raises:
             ValueError: it is no such file; nodes have unequal numbers of processes, which these workers do not divide.
         """
-        try:
-            found = json.loads(Path(path).read_text())
-            pairs, of_node = found["pairs"], [len(node["ranks"]) for node in found["nodes"]]
-            classes = ([pair for pair in pairs if pair["between"] == between] for between in (True, False))
-            links = [
-                Link(min(pair["mbit"] for pair in its) / 1e3, max(pair["latency_ms"] for pair in its)) if its else None
-                for its in classes
-            ]
-        except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ValueError(
-                f"Cluster.measured({str(path)!r}): expected a file that `decentfn links` wrote ({error!r})."
-            ) from error
+        nodes, pairs = measured("Cluster", path)
+        of_node = [len(ranks) for ranks in nodes]
+        links = [_slowest(nodes, [pair for pair in pairs if pair.is_between == between]) for between in (True, False)]
         rule = "nodes have equally many processes, of whole workers."
         is_right = len(set(of_node)) == 1 and of_node[0] % processes_per_worker == 0
         require(

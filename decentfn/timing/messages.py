@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from decentfn.core.numbers import array, require
-from decentfn.timing.cluster import Cluster
+from decentfn.timing.cluster import Cluster, measured
 from decentfn.topologies import Topology
 
 
@@ -23,7 +24,7 @@ class Messages(NamedTuple):
     are_away: np.ndarray
     """True for messages to another node."""
     rounds: np.ndarray
-    """Messages one after another: 1, and 2(r-1) in a ring all-reduce of r workers."""
+    """Latencies: 2 of a message, whose receiver says before that it is ready; 2r-1 of a ring all-reduce of r workers."""
     group: np.ndarray
     """Number of the group, or -1."""
 
@@ -38,18 +39,18 @@ def messages_of(topology: Topology, t: int, node: np.ndarray, *, to_each: bool =
     i, k = (this.heard != torch.arange(n)[:, None]).nonzero().T.numpy()
     j = this.sources.numpy()[i, k]
     one = np.ones(len(i))
-    parts = [Messages(j, i, one, node[j] != node[i], one, -one.astype(int))]
+    parts = [Messages(j, i, one, node[j] != node[i], 2 * one, -one.astype(int))]
     if this.groups is not None and this.mean_weights is not None:
         for number in this.groups[this.mean_weights != 0].unique().tolist():
             ranks = (this.groups == number).nonzero()[:, 0].numpy()
             r, after = len(ranks), np.roll(ranks, -1)
-            rounds, group = np.full(r, 2.0 * (r - 1)), np.full(r, number)
+            shares, rounds, group = np.full(r, 2 * (r - 1) / r), np.full(r, 2.0 * r - 1), np.full(r, number)
             if not to_each:
-                parts.append(Messages(ranks, after, rounds / r, node[ranks] != node[after], rounds, group))
+                parts.append(Messages(ranks, after, shares, node[ranks] != node[after], rounds, group))
                 continue
             on_node = np.bincount(node[ranks])[node[ranks]]
             for payloads, is_away in ((on_node - 1.0, False), (r - on_node + 0.0, True)):
-                parts.append(Messages(ranks, ranks, payloads, np.full(r, is_away), np.ones(r), group))
+                parts.append(Messages(ranks, ranks, payloads, np.full(r, is_away), np.full(r, 2.0), group))
     return Messages(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
@@ -81,6 +82,23 @@ class Links:
         rule = "a latency is a number >= 0, or [N, N] of them."
         require(latency.shape in ((), (n, n)) and bool((latency >= 0).all()), "Links", rule, latency_ms=self.latency_ms)
         require(0 < self.efficiency <= 1, "Links", "a share of the rate, in (0, 1].", efficiency=self.efficiency)
+
+    @classmethod
+    def measured(cls, path: str | Path) -> Links:
+        """Return the links of a file of `decentfn links`, of nodes of one process each; those not measured are as the slowest.
+
+        Raises:
+            ValueError: it is no such file, or a node has several processes.
+        """
+        nodes, pairs = measured("Links", path)
+        rule = "a node is one process; the clock takes a Cluster.measured, too."
+        require(all(len(its) == 1 for its in nodes), "Links.measured", rule, processes_of_nodes=[*map(len, nodes)])
+        shape = len(nodes), len(nodes)
+        gbit = np.full(shape, min(pair.gbit for pair in pairs))
+        latency = np.full(shape, max(pair.latency_ms for pair in pairs))
+        for pair in pairs:
+            gbit[pair.ends], latency[pair.ends] = pair.gbit, pair.latency_ms
+        return cls(gbit, latency)
 
     @property
     def num_workers(self) -> int:

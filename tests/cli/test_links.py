@@ -11,6 +11,7 @@ import pytest
 from decentfn import cli
 from decentfn.cli.links import findings
 from decentfn.planning import Cluster, Link
+from decentfn.timing import Links
 from tests.hosts import LAB, hosts, needs_hosts  # noqa: F401
 
 SETTINGS = [  # rates, Mbit/s, and delays, ms, of four hosts, of which one is different
@@ -133,6 +134,12 @@ def test_a_plan_takes_the_slowest_of_measured_links(tmp_path, capsys):
     path, found = tmp_path / "links.json", with_pairs(slow_host)
     path.write_text(json.dumps(found))
     assert Cluster.measured(path) == Cluster(4, Link(0.5, 0.2))
+    links = Links.measured(path)
+    assert links.gbit_per_s[2, 0] == links.gbit_per_s[1, 2] == 0.5 and links.gbit_per_s[0, 1] == 0.94  # type: ignore
+    one_pair = with_pairs(lambda pair: slow_way(pair) if (pair["from"], pair["to"]) == (2, 1) else None)
+    path.write_text(json.dumps(one_pair))
+    assert Cluster.measured(path).between.gbit_per_s == 0.94  # a noisy pair is not its nodes' link
+    path.write_text(json.dumps(found))
     arguments = ["plan", "--parameters", "1e7", "--compute-ms", "100"]
     cli.run([*arguments, "--links", str(path), "--json"])
     from_file = json.loads(capsys.readouterr().out)
@@ -144,6 +151,8 @@ def test_a_plan_takes_the_slowest_of_measured_links(tmp_path, capsys):
     path.write_text(json.dumps(two))
     assert Cluster.measured(path) == Cluster(8, Link(0.5, 0.2), Link(9, 0.05), 2)
     assert Cluster.measured(path, 2) == Cluster(4, Link(0.5, 0.2), Link(9, 0.05), 1, 2)
+    with pytest.raises(ValueError, match="a node is one process"):
+        Links.measured(path)
     with pytest.raises(ValueError, match="nodes have equally many processes, of whole workers"):
         Cluster.measured(path, 4)
 

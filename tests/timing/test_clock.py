@@ -72,11 +72,21 @@ def test_one_slow_worker_sets_the_pace_of_all_but_of_those_that_wait_for_nobody(
 def test_equal_workers_follow_the_closed_form(begins):
     n, nbytes, link = 6, 4e7, Link(1, latency_ms=2)
     clock = df.clock(0.1, Cluster(n, link))
-    for name, payloads, rounds in (("ring", 1, 1), ("static-ring", 2, 1), ("complete", 2 * (n - 1) / n, 2 * (n - 1))):
+    for name, payloads, rounds in (("ring", 1, 2), ("static-ring", 2, 2), ("complete", 2 * (n - 1) / n, 2 * n - 1)):
         messages = payloads * nbytes * 8 / 0.93e9 + rounds * 2e-3
         step = 0.1 * begins + max(0.1 * (1 - begins), messages)
         line = clock.timeline(Exchange(df.topology(name, n), nbytes, begins), 10)
         assert line.end == pytest.approx(step * np.arange(1, 11)[:, None].repeat(n, 1))
+
+
+@pytest.mark.parametrize("nbytes", [1e5, 4e6, 4e7])
+def test_the_last_bucket_leaves_after_the_computation_and_the_first_before(nbytes):
+    n, parts = 4, 4.0
+    begins = 1 / 3 + 2 / 3 / parts
+    sends = Exchange(df.topology("complete", n), nbytes, begins, parts=parts)
+    step = df.clock(0.1, Cluster(n, Link(1, latency_ms=0))).timeline(sends, 5).end[-1, 0] / 5
+    messages = Link(1, latency_ms=0).seconds(1.5 * nbytes)
+    assert step == pytest.approx(max(0.1 * begins + messages, 0.1 + messages / parts))
 
 
 def test_outages_delays_and_one_worker():
@@ -114,6 +124,7 @@ def test_more_bandwidth_never_ends_later_and_nobody_waits_less_than_0(seed):
         (lambda: df.clock(0.1, 4), "df.planning.Cluster or df.timing.Links"),
         (lambda: df.clock(0.1, Cluster(4, Link(1)), outages=[(4, 0, 1)]), "outages are"),
         (lambda: Links([1, 0]), "numbers > 0"),
+        (lambda: Exchange(df.topology("complete", 4), 1, parts=0.5), "a number of parts"),
         (lambda: Exchange(df.topology("complete", 4), 1, is_awaited=False), "averages in groups are awaited"),
         (lambda: df.clock(0.1, Links([1, 1])).timeline(Exchange(df.topology("ring", 4), 1), 2), "has 2 workers"),
         (lambda: df.clock([[0.1] * 4], Links([1] * 4)).timeline(Exchange(df.topology("ring", 4), 1), 2), "1 rows"),
