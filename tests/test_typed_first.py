@@ -26,7 +26,7 @@ def loss_fn(params, batch):
         (lambda: df.schedules.warmup_cosine(0.1, warmup_steps=1, steps=10), r"warmup_steps=.*write warmup="),
         (
             lambda: df.adapt_while_communicate(loss_fn, df.sgd(0.1), ONE, gama=0.5),
-            r"adapt_while_communicate\(gama=.*write gamma=; there are gamma, update_at, .*bucket_mb, wire_dtype\.",
+            r"adapt_while_communicate\(gama=.*write gamma=; there are gamma, update_at, .*bucket_mb, wire_dtype, shared\.",
         ),
         (lambda: df.sgd(0.1, momentun=0.9), r"sgd\(momentun=.*write momentum=; there are learning_rate"),
         (

@@ -85,7 +85,7 @@ def test_the_last_bucket_leaves_after_the_computation_and_the_first_before(nbyte
     begins = 1 / 3 + 2 / 3 / parts
     sends = Exchange(df.topology("complete", n), nbytes, begins, parts=parts)
     step = df.clock(0.1, Cluster(n, Link(1, latency_ms=0))).timeline(sends, 5).end[-1, 0] / 5
-    messages = Link(1, latency_ms=0).seconds(1.5 * nbytes)
+    messages = 1.5 * nbytes * 8 / 0.93e9
     assert step == pytest.approx(max(0.1 * begins + messages, 0.1 + messages / parts))
 
 
