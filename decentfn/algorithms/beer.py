@@ -36,6 +36,7 @@ class Memory(NamedTuple):
     s: kit.Buckets  # public copy of v
     pull_v: kit.Buckets  # (W - I) s
     averaged = ("v", "m", "h", "s")  # over the workers, by df.resize
+    of_topology = True  # a sum with the weights of one topology
 
     @classmethod
     def restart(cls, x: kit.Buckets) -> Memory:

@@ -31,6 +31,7 @@ class Memory(NamedTuple):
     public: kit.Buckets  # x̂, this worker's public copy
     pull: kit.Buckets  # d = Σ_j W[i,j] (x̂_j - x̂) in float64, whose mean over the workers is 0
     averaged = ("public",)  # over the workers, by df.resize
+    of_topology = True  # a sum with the weights of one topology
 
     @classmethod
     def restart(cls, x: kit.Buckets) -> Memory:

@@ -32,6 +32,7 @@ class Memory(NamedTuple):
     messages: kit.Buckets  # [K, D] each, at least float32: m_{k→i}, what each neighbor relayed in the last step
     start: kit.Buckets | None  # x⁰, in the place of models that have not arrived yet; relay="models" only
     age: Tensor  # 0-d int64, steps taken
+    of_topology = True  # sums on their way over one tree
 
     def restart(self, x: kit.Buckets) -> Memory:
         """Clear the messages; the new parameters replace models that have not arrived."""

@@ -31,14 +31,9 @@ def fingerprint(plan: Plan, topology: Topology, device: torch.device, masks: Seq
 
     Devices must be of one kind: a rank on gloo and a rank on NCCL would wait for each other.
     """
-    tables = [topology.sources, topology.weights, topology.groups, topology.mean_weights]
-    if topology.draw is not None:
-        tables = [table for t in topology.steps(_STEPS_COMPARED) for table in topology.round(t)[:-1]]
     return [
         f"torch {torch.__version__}",
-        f"topology={topology.name!r}",
-        f"num_workers={topology.num_workers}",
-        *(_with_digest(f"the topology's tables {i}", x) for i, x in enumerate(tables) if x is not None),
+        *_lines_of(topology),
         f"parameters on {device.type}",
         *sorted(
             f"mask {index} takes {segment.name}"
@@ -48,6 +43,22 @@ def fingerprint(plan: Plan, topology: Topology, device: torch.device, masks: Seq
             if mask(segment.name, segment.shape)
         ),
     ]
+
+
+def _lines_of(topology: Topology) -> list[str]:
+    tables = [topology.sources, topology.weights, topology.groups, topology.mean_weights]
+    if topology.draw is not None:
+        tables = [table for t in topology.steps(_STEPS_COMPARED) for table in topology.round(t)[:-1]]
+    return [
+        f"topology={topology.name!r}",
+        f"num_workers={topology.num_workers}",
+        *(_with_digest(f"the topology's tables {i}", x) for i, x in enumerate(tables) if x is not None),
+    ]
+
+
+def label(topology: Topology) -> str:
+    """Return the name of a schedule with a digest of its tables: equal iff the lines of `fingerprint` are."""
+    return f"{topology.name} {hashlib.sha256(str(_lines_of(topology)).encode()).hexdigest()[:8]}"
 
 
 def describe(name: str, value: Any) -> str:

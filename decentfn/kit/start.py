@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from decentfn import sharded
 from decentfn.comm import collectives
-from decentfn.comm.fingerprint import agree, compare, digest, fingerprint
+from decentfn.comm.fingerprint import agree, compare, digest, fingerprint, label
 from decentfn.core import trees
 from decentfn.core.buckets import Buckets, flatten
 from decentfn.core.trees import PyTree
@@ -61,7 +62,7 @@ def lay_out(
     if collectives.everyone().rank == 0:
         values, mib = sum(bucket.numel for bucket in x.plan.buckets), x.plan.nbytes / 2**20
         _log.info("run: %d values (%.4g MiB) in %d buckets, %r", values, mib, len(x), topologies[0])
-    return x
+    return Buckets(x, replace(x.plan, topology=label(topologies[0])))
 
 
 def _require_one_device(x: Buckets) -> torch.device:

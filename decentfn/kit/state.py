@@ -43,7 +43,8 @@ class State(NamedTuple):
     memory: Any = ()
     """Memory of the algorithm: trackers, slow copies, in-flight messages. A NamedTuple with a method
     `restart(x: Buckets)`, which returns the memory of a run that starts at parameters x; or `()` for none. The
-    attribute `averaged` names the fields whose means over the workers `df.resize` keeps; other fields are reset. When
+    attribute `averaged` names the fields whose means over the workers `df.resize` keeps; other fields are reset.
+    With `of_topology = True` a checkpoint that is continued on another topology resets all of them. When
     other workers leave, a worker keeps these fields, unless a method `without_lost(x, mean)` says otherwise."""
 
     @property

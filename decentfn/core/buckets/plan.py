@@ -114,6 +114,8 @@ class Plan:
     """Places of this process's shards of the parameters and of the module's buffers."""
     starts_equal: bool = field(default=False, compare=False)
     """True if all workers must start with equal parameters, because the algorithm would never make them equal."""
+    topology: str | None = field(default=None, compare=False)
+    """Description of the run's schedule, equal iff the schedule is; None for other trees than parameters."""
 
     @constant_while_traced
     def number(self) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor
 from decentfn.comm import collectives
 from decentfn.core import trees
 from decentfn.core.buckets import Buckets, Place
+from decentfn.core.stacking import over_workers
 from decentfn.errors import CheckpointCorrupt
 from decentfn.optim.transforms.basic import rates
 from decentfn.train.checkpoint import extras, files, manifest
@@ -141,6 +142,32 @@ def _tell_rate(template: Any, restored: Any) -> None:
         )
 
 
+def _on_topology(state: Any, about: dict[str, Any], path: Path) -> Any:
+    """Compare the topology that a state of as many workers was saved on; restart memory that belongs to another one."""
+    mine, theirs, memory = state.params.plan.topology, about.get("topology"), state.memory
+    if None in (mine, theirs) or mine == theirs:
+        return state
+    while hasattr(memory, "inner"):  # a wrapper's
+        memory = memory.inner
+    restarts = getattr(memory, "of_topology", False)
+    if collectives.everyone().rank == 0:
+        what = (
+            "the algorithm's memory belongs to that one and starts again"
+            if restarts
+            else "parameters and memory continue"
+        )
+        _log.warning("restore: %s was saved on topology %s, and the state is on %s: %s", path, theirs, mine, what)
+    if not restarts:
+        return state
+
+    def restart(x: Buckets, memory: Any) -> Any:
+        return memory._replace(inner=restart(x, memory.inner)) if hasattr(memory, "inner") else memory.restart(x)
+
+    x, args = state.params, (state.params, state.memory)
+    new = over_workers(restart, len(x[0]), *args) if is_stacked(state) else restart(*args)
+    return state._replace(memory=trees.map(lambda leaf: leaf.clone(memory_format=torch.contiguous_format), new))
+
+
 def _verify_share(path: Path, template: Any) -> None:
     """Where all processes read all files, for another number of workers, verify this one's share of them."""
     about, here = manifest.read(path), collectives.everyone()
@@ -174,6 +201,11 @@ def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor], int]:
     here, local = collectives.world(), local_workers(template)
     first, num_workers = here.worker * local, here.num_workers * local
     as_many = about["num_workers"] == num_workers
+    if as_many and template.params.plan.starts_equal and not about.get("starts_equal", True):
+        raise ValueError(
+            f"restore: the workers of {path} may differ, and the state's algorithm never makes them equal; restore it with "
+            "the algorithm that it was saved with, and start this one from init(df.consensus_mean(state))."
+        )
     buckets = digest_of_plan(template.params.plan)
     entries, others = _of_process(about, range(first, first + local) if as_many else None)
     are_mine = all(entry["buckets"] == buckets for entry in entries)
@@ -206,6 +238,7 @@ def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor], int]:
         saved = _Saved(path, parts, about["num_workers"], frozen)
         if as_many:
             saved.fill(leaves, first, verify=True)
+            state = _on_topology(state, about, path)
         elif is_stacked(template):
             row = state
             state = stacked(one, lambda: saved.rows(row, leaves), range(first, first + local))
@@ -321,8 +354,8 @@ class _Saved(NamedTuple):
                 if theirs != mine:
                     raise ValueError(
                         f"restore: leaf {name!r} is {theirs[0]} {theirs[1]} in {self.path} (workers first) and "
-                        f"{mine[0]} {mine[1]} in the state; build the same algorithm, optimizer and network as when it "
-                        "was saved."
+                        f"{mine[0]} {mine[1]} in the state; build the same algorithm, optimizer, network and topology "
+                        "as when it was saved."
                     )
         filled = dict[str, Tensor]()
         for part in self.parts:

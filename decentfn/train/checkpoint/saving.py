@@ -289,6 +289,8 @@ def _content_of(
         "num_workers": num_workers,
         "processes_per_worker": here.processes_per_worker,
         "algorithm": algorithm_of(state),
+        "topology": state.params.plan.topology,
+        "starts_equal": state.params.plan.starts_equal,
         "buckets": digest_of_plan(state.params.plan),
         "config": config,
     }
