@@ -28,8 +28,8 @@ from torch import Tensor
 
 from decentfn import kit
 from decentfn.comm import collectives, gossip
+from decentfn.core.arguments import require
 from decentfn.core.buckets import loose
-from decentfn.core.numbers import require
 from decentfn.timing import LEAST_MASS
 from decentfn.topologies import every as every_steps
 

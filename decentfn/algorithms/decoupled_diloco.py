@@ -28,7 +28,7 @@ from torch import Tensor
 from decentfn import kit
 from decentfn.algorithms.outer import Feedback, Fragments, mean_compressed, no_weight, progress
 from decentfn.comm import collectives, gossip
-from decentfn.core import buckets, numbers
+from decentfn.core import arguments, buckets
 from decentfn.gradient.loss import takes
 
 
@@ -108,7 +108,7 @@ def decoupled_diloco(
     rate = kit.as_input("decoupled_diloco", "outer_learning_rate", outer_learning_rate)
     momentum, wire = kit.as_input("decoupled_diloco", "outer_momentum", outer_momentum), worker.wire_dtype
     is_function = callable(arrives) and takes(arrives, 2)
-    numbers.require(
+    arguments.require(
         arrives is None or is_function, "decoupled_diloco", "a function of t and the worker.", arrives=arrives
     )
     feedback = Feedback.of("decoupled_diloco", compressor, error_decay, worker, options)

@@ -27,7 +27,7 @@ from torch import Tensor
 from decentfn import kit
 from decentfn.algorithms import outer as outer_steps
 from decentfn.algorithms.outer import outer_gradient, progress, to_send
-from decentfn.core.numbers import require
+from decentfn.core.arguments import require
 
 
 class Memory(NamedTuple):

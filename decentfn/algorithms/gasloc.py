@@ -24,7 +24,7 @@ from torch import Tensor
 
 from decentfn import kit
 from decentfn.algorithms.outer import Feedback, local_steps, mix_with_peers, no_error, peers, progress
-from decentfn.core.numbers import real, require
+from decentfn.core.arguments import real, require
 
 
 class Memory(NamedTuple):

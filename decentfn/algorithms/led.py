@@ -20,7 +20,7 @@ from torch import Tensor
 from decentfn import kit
 from decentfn.algorithms.outer import after_steps, local_steps
 from decentfn.comm import gossip
-from decentfn.core.numbers import real, require
+from decentfn.core.arguments import real, require
 
 
 class Memory(NamedTuple):

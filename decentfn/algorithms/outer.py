@@ -24,8 +24,8 @@ from decentfn.comm.gossip.compressed import (
     sum_compressed,
 )
 from decentfn.core import trees
+from decentfn.core.arguments import require
 from decentfn.core.buckets import loose
-from decentfn.core.numbers import require
 from decentfn.core.scalars import Numbers
 from decentfn.optim.transforms.transform import require_descent, require_pair, wants_mix
 from decentfn.topologies import every, later

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from decentfn import kit
 from decentfn.compressors.sparse import spread
+from decentfn.core.arguments import require
 from decentfn.core.buckets import loose
-from decentfn.core.numbers import require
 
 
 @kit.algorithm

@@ -24,7 +24,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from decentfn.cli.wire import forward, ports
-from decentfn.core.numbers import require
+from decentfn.core.arguments import require
 
 _MARK = "DECENTFN_LAB"
 """Variable of the ranks: the process of their lab."""

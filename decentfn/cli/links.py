@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from decentfn.cli.tables import show
-from decentfn.core.numbers import require
+from decentfn.core.arguments import require
 from decentfn.train.links import measure_links
 from decentfn.train.process_group import init
 

@@ -10,7 +10,7 @@ import torch
 from tyro.conf import arg
 
 from decentfn.cli.tables import show
-from decentfn.core.numbers import require
+from decentfn.core.arguments import require
 from decentfn.planning import Cluster, Link, Prediction
 from decentfn.planning import plan as planned
 from decentfn.plots.links import step_times

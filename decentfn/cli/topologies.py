@@ -11,7 +11,7 @@ from tyro.conf import Positional, arg
 
 from decentfn import plots
 from decentfn.cli.tables import show, show_facts
-from decentfn.core.numbers import at_least
+from decentfn.core.arguments import at_least
 from decentfn.topologies import Topology, certificate, mixed, mixing_matrix
 from decentfn.topologies import topology as by_name
 from decentfn.topologies.registry import of_size

@@ -120,7 +120,7 @@ def compare(
     Raises:
         PlanMismatch: on every rank, naming the first rank and line that differ from most, and the `rule`.
     """
-    world = collectives.everyone()
+    world = collectives.all_processes()
     size, here = world.identity.processes_per_worker, world.identity.rank
     with collectives.calling(call):
         told = collectives.gather_objects([lines, list(of_part), list(of_tp_group)], world)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentfn.core.numbers import checks_numbers
+from decentfn.core.arguments import checks_numbers
 from decentfn.engine.simulation import stack
 from decentfn.optim.transforms import Transform, clip_by_global_norm, partition
 from decentfn.topologies import Round, Topology

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from decentfn.compressors import wire
+from decentfn.core.arguments import require
 from decentfn.core.buckets import BucketPlan
-from decentfn.core.numbers import require
 
 
 class Key(NamedTuple):

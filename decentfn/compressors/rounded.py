@@ -11,8 +11,8 @@ from torch.nn.functional import pad
 
 from decentfn.compressors import wire
 from decentfn.compressors.compressor import Compressor, Fields, Key, check_chunk, packed
+from decentfn.core.arguments import checks_numbers, require
 from decentfn.core.buckets import BucketPlan, wide
-from decentfn.core.numbers import checks_numbers, require
 
 
 def identity() -> Compressor:

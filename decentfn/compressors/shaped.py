@@ -9,8 +9,8 @@ from torch import Tensor
 
 from decentfn.compressors import wire
 from decentfn.compressors.compressor import Compressor, Fields, Key, packed
+from decentfn.core.arguments import checks_numbers, require
 from decentfn.core.buckets import BucketPlan, Segment, wide
-from decentfn.core.numbers import checks_numbers, require
 
 
 @checks_numbers

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from decentfn.core.arguments import checks_numbers, require
 from decentfn.core.context import context
-from decentfn.core.numbers import checks_numbers, require
 from decentfn.core.scalars import number_on, of_step, operator
 
 __all__ = ["bits", "integers", "permutation", "sign", "uniform"]

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from decentfn.comm import collectives
 from decentfn.core import trees
+from decentfn.core.arguments import require
 from decentfn.core.context import context
-from decentfn.core.numbers import require
 from decentfn.core.trees import PyTree
 from decentfn.engine import cache as compile_cache
 from decentfn.engine.advice import explain
@@ -165,7 +165,7 @@ class _Progress:
         what = f"{self._verb} {self._name}{why}"
         _log.debug("%s ...", what)
         self.since = time.perf_counter()
-        if collectives.everyone().rank == 0:
+        if collectives.all_processes().rank == 0:
             self._timer = threading.Timer(_SILENT_S, _log.warning, (f"{what}{self._patience}",))
             self._timer.daemon = True
             self._timer.start()

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from decentfn.comm import collectives
 from decentfn.core import trees
+from decentfn.core.arguments import require
 from decentfn.core.context import context
 from decentfn.core.formatting import brief_error
-from decentfn.core.numbers import require
 from decentfn.core.trees import PyTree
 from decentfn.kit.step import Step
 
@@ -43,7 +43,7 @@ def require_replayable(step: Step, donate: bool, backend: Any) -> None:
 
 
 def _require_one_process() -> None:
-    here = collectives.everyone()
+    here = collectives.all_processes()
     rule = f"{here.size} processes exchange messages, which a graph would not replay; leave mode out."
     require(here.size == 1, _CALL, rule)
 

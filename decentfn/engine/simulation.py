@@ -11,7 +11,7 @@ from torch import Tensor
 from decentfn.comm import collectives
 from decentfn.comm.fingerprint import require_equal_rows
 from decentfn.core import trees
-from decentfn.core.numbers import MOST_WORKERS, checks_numbers, require, require_at_most
+from decentfn.core.arguments import MOST_WORKERS, checks_numbers, require, require_at_most
 from decentfn.core.stacking import batches_of, over_workers, require_rows
 from decentfn.core.trees import PyTree
 from decentfn.engine.memory import device_memory, keep_freed_memory

@@ -67,7 +67,7 @@ def require_inputs(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree) 
         own(call, params, buffers)
         if call.startswith("init"):
             require_unchanged(call, loss_fn, params, buffers)
-        if call.startswith("step") and isinstance(loss_fn, ModuleLoss) and collectives.everyone().rank == 0:
+        if call.startswith("step") and isinstance(loss_fn, ModuleLoss) and collectives.all_processes().rank == 0:
             tell_eval_mode(loss_fn.module)
         for name, attributes in getattr(loss_fn, "param_attributes", {}).items():  # which copies have lost
             vars(params[name]).update(attributes)

@@ -15,8 +15,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from decentfn import sharded
 from decentfn.core import trees
+from decentfn.core.arguments import require
 from decentfn.core.formatting import brief
-from decentfn.core.numbers import require
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn.core.numbers import checks_numbers, require
+from decentfn.core.arguments import checks_numbers, require
 from decentfn.gradient.loss import LossFn, WrappedLoss, require_loss
 
 _SMALLEST = 2.0**-100

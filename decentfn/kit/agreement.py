@@ -12,8 +12,8 @@ import torch
 
 from decentfn.comm.fingerprint import agree, describe, require_equal, structure
 from decentfn.core import trees
+from decentfn.core.arguments import bind, plain, require
 from decentfn.core.formatting import brief
-from decentfn.core.numbers import bind, plain, require
 from decentfn.core.trees import PyTree
 from decentfn.gradient import constants, require_inputs
 from decentfn.kit.options import DEFAULTS, require_names

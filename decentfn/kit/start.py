@@ -59,7 +59,7 @@ def lay_out(
         if topology.groups is not None:
             collectives.make_groups(topology.groups)
     collectives.compare_steps()
-    if collectives.everyone().rank == 0:
+    if collectives.all_processes().rank == 0:
         values, mib = sum(bucket.numel for bucket in x.plan.buckets), x.plan.nbytes / 2**20
         _log.info("run: %d values (%.4g MiB) in %d buckets, %r", values, mib, len(x), topologies[0])
     return Buckets(x, replace(x.plan, topology=label(topologies[0])))

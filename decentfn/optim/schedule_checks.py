@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
+from decentfn.core.arguments import require
 from decentfn.core.formatting import brief, brief_error
-from decentfn.core.numbers import require
 
 
 def require_schedule(

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from decentfn.core.arguments import at_least, checks_numbers, require
 from decentfn.core.formatting import brief
-from decentfn.core.numbers import at_least, checks_numbers, require
 from decentfn.planning.methods import (
     Prediction,
     Work,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from decentfn.core.numbers import require
+from decentfn.core.arguments import require
 from decentfn.plots import paper
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from decentfn.comm.collectives import World, close, everyone, met
+from decentfn.comm.collectives import World, all_processes, close, met
 from decentfn.core.buckets import Place, Places
 from decentfn.core.formatting import brief
 from decentfn.torch_private.distributed import offset_of_shard
@@ -72,7 +72,7 @@ def require_parts(module: nn.Module) -> tuple[frozenset[str], int]:
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    here, call = everyone(), f"df.functional({type(module).__name__})"
+    here, call = all_processes(), f"df.functional({type(module).__name__})"
     way_out = (
         'world = df.init(processes_per_worker=S) and then fully_shard or parallelize_module with world.mesh["shard"]'
     )
@@ -155,7 +155,7 @@ def unsharded(shards: Iterable[tuple[nn.Parameter, Tensor]]) -> list[Tensor | No
 
     One by one. Collective within the worker.
     """
-    here = everyone()
+    here = all_processes()
     tensors: list[Tensor | None] = []
     with torch.no_grad():
         for p, shard in shards:
@@ -182,7 +182,7 @@ def sharded(tensors: Iterable[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
     `tensors` are the parameters or buffers, and on process 0 their values. Sent one by one; collective within the
     worker.
     """
-    here, parts = everyone(), []
+    here, parts = all_processes(), []
     assert here.channels.intra_worker is not None
     for p, unsharded in tensors:
         own = local(p.detach())

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentfn.comm.collectives import World, everyone, met, named_outside, world
+from decentfn.comm.collectives import World, all_processes, met, named_outside, world
 from decentfn.core.scalars import operator
 from decentfn.errors import RunError, StepMismatch
 from decentfn.torch_private import inductor
@@ -38,7 +38,7 @@ def _tp_group(here: World, size: int) -> Any:
 
 def make_tp_groups(size: int) -> None:
     """Make the missing tensor-parallel groups of `size` processes; collective over all processes."""
-    whole = everyone()
+    whole = all_processes()
     if size < whole.processes_per_worker:
         whole.channels.make_subgroups([tuple(range(i, i + size)) for i in range(0, whole.size, size)])
 

@@ -17,7 +17,7 @@ def split_workers(processes_per_worker: int) -> World:
 
     The number of processes must be divisible by it.
     """
-    before, size = collectives.everyone(), processes_per_worker
+    before, size = collectives.all_processes(), processes_per_worker
     if context.world is not None:
         raise ValueError(
             f"init(processes_per_worker={size}): ranks that are threads (df.testing.on_ranks) are a worker each; start processes, "

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from decentfn.comm.collectives import Channels, Identity, World, use
-from decentfn.core.numbers import at_least
+from decentfn.core.arguments import at_least
 
 T = TypeVar("T")
 

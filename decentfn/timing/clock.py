@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from decentfn.core import draws
-from decentfn.core.numbers import array, at_least, checks_numbers, require
+from decentfn.core.arguments import array, at_least, checks_numbers, require
 from decentfn.timing.cluster import Cluster
 from decentfn.timing.messages import Links, Messages, Network, messages_of, together
 from decentfn.timing.own_steps import own_steps

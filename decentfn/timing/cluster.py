@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from decentfn.core.numbers import require, whole_number
+from decentfn.core.arguments import require, whole_number
 
 
 @dataclass(frozen=True)

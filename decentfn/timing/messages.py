@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from decentfn.core.numbers import array, require
+from decentfn.core.arguments import array, require
 from decentfn.timing.cluster import Cluster, measured
 from decentfn.topologies import Topology
 

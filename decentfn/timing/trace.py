@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from decentfn.core.numbers import require
+from decentfn.core.arguments import require
 from decentfn.topologies import Topology
 
 Event = tuple[int, int]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from decentfn.core.numbers import checks_numbers, require
+from decentfn.core.arguments import checks_numbers, require
 from decentfn.topologies import matrices
 from decentfn.topologies.rounds import Topology, require_topology
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentfn.core.numbers import MOST_WORKERS, checks_numbers, require, require_at_most
+from decentfn.core.arguments import MOST_WORKERS, checks_numbers, require, require_at_most
 from decentfn.topologies.construct import MOST_TABLE_ENTRIES, alone
 from decentfn.topologies.rounds import Round, Topology, check, silenced
 

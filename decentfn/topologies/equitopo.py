@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from decentfn.core import draws
-from decentfn.core.numbers import MOST_WORKERS, require
+from decentfn.core.arguments import MOST_WORKERS, require
 from decentfn.topologies.construct import from_edges, from_shifts
 from decentfn.topologies.drawn import from_draw
 from decentfn.topologies.matching import pair_weights

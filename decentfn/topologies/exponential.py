@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from decentfn.core.numbers import MOST_WORKERS, require
+from decentfn.core.arguments import MOST_WORKERS, require
 from decentfn.topologies.construct import from_groups, from_shifts
 from decentfn.topologies.registry import register_topology
 from decentfn.topologies.rounds import Edge, Topology

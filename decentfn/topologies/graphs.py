@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from decentfn.core.numbers import array, require
+from decentfn.core.arguments import array, require
 from decentfn.topologies import matrices
 from decentfn.topologies.construct import MOST_MESSAGES, from_edges, from_groups
 from decentfn.topologies.registry import register_topology

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from decentfn.core.numbers import require
+from decentfn.core.arguments import require
 from decentfn.topologies.combine import across, alternate, blocks
 from decentfn.topologies.construct import from_groups
 from decentfn.topologies.exponential import is_power_of_two

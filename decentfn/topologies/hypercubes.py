@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from decentfn.core.numbers import MOST_WORKERS, require
+from decentfn.core.arguments import MOST_WORKERS, require
 from decentfn.topologies.construct import from_edges, from_permutations
 from decentfn.topologies.registry import register_topology
 from decentfn.topologies.rounds import Topology

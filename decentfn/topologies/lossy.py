@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from decentfn.core import draws
-from decentfn.core.numbers import checks_numbers, require
+from decentfn.core.arguments import checks_numbers, require
 from decentfn.topologies.combine import combination, later
 from decentfn.topologies.drawn import from_rounds
 from decentfn.topologies.rounds import Round, Topology, require_topology

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from decentfn.core import draws
-from decentfn.core.numbers import require
+from decentfn.core.arguments import require
 from decentfn.topologies.construct import alone
 from decentfn.topologies.drawn import from_draw, from_rounds
 from decentfn.topologies.registry import register_topology

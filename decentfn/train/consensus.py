@@ -16,8 +16,8 @@ from torch import Tensor
 from decentfn.comm import collectives
 from decentfn.comm.fingerprint import compare, digest, require_equal, require_equal_rows
 from decentfn.core import trees
+from decentfn.core.arguments import checks_numbers, require
 from decentfn.core.buckets import Buckets, Plan, counted_once, each, sum_within_worker
-from decentfn.core.numbers import checks_numbers, require
 from decentfn.core.stacking import over_workers
 from decentfn.core.trees import PyTree
 from decentfn.errors import ReplicaMismatch
@@ -148,7 +148,7 @@ def consensus_buffers(state: Any) -> PyTree:
     shards = {name for name, _ in plan.places} if plan.is_sharded else ()
 
     def mean(name: str, b: Tensor) -> Tensor:
-        among = collectives.world() if name in shards else collectives.everyone()
+        among = collectives.world() if name in shards else collectives.all_processes()
         # Average differences from worker 0, so equal values are not rounded and masks of -inf do not become NaN.
         first = collectives.process_broadcast(b[0] if stacked else b, among)
         if not b.is_floating_point():
@@ -291,7 +291,7 @@ def check_replicas(state: Any, tree: PyTree = None) -> None:
     tree = to_evaluate(state).shared() if tree is None else tree
     rows = _rows("check_replicas(state)", state, tree)
     mine = [[digest(row) for row in leaf] for leaf in rows]
-    here = collectives.everyone()
+    here = collectives.all_processes()
     told, size = collectives.gather_objects(mine, here), here.processes_per_worker
     shards = [[leaf for its in told[i : i + size] for leaf in its] for i in range(0, len(told), size)]
     everyone = [list(worker) for leaves in shards for worker in zip(*leaves, strict=True)]

@@ -61,7 +61,7 @@ class Epochs(Iterator[tuple[int, Any]]):
                 "epochs(loader, ...).state_dict(): processes that outlive an epoch keep their random numbers; make the "
                 "DataLoader with persistent_workers=False."
             )
-        here, now = collectives.everyone(), self._drawn()
+        here, now = collectives.all_processes(), self._drawn()
         return self._resumed or {
             "t": self._t,
             "epoch": self._epoch,
@@ -81,7 +81,7 @@ class Epochs(Iterator[tuple[int, Any]]):
         Raises:
             ValueError: not the state of such a loader and such generators; a batch has been read.
         """
-        call, here = "epochs(loader, ...).load_state_dict(state)", collectives.everyone()
+        call, here = "epochs(loader, ...).load_state_dict(state)", collectives.all_processes()
         if not isinstance(state, Mapping) or "at first" not in state:
             raise ValueError(
                 f"{call}: {brief(state)} is not the result of state_dict(), which Saver.save(extra=) takes."

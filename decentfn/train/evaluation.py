@@ -158,7 +158,7 @@ def _sums(
         sharded.leave(metric.module)  # the other processes of the worker fail at once instead of waiting for this one
         if not collectives.is_lost(error):
             raise
-        here = collectives.everyone().rank
+        here = collectives.all_processes().rank
         raise PeerLost(f"the module lost another process of its worker: {error}", process=here) from error
     return [{name: [float(x), float(n)] for name, (x, n) in total.items()} for total in totals]
 
@@ -221,7 +221,7 @@ def _as_many(
                 f"{call}(batches): process {process} of worker {worker} has no batch, and others of its "
                 "worker have; they run the module together: give each of them a batch; the same one works."
             )
-    first = collectives.everyone().worker * processes
+    first = collectives.all_processes().worker * processes
     most = max(count for count, _ in told[first : first + processes])
     return own + [(batch, 0) for batch, _ in own[-1:]] * (most - len(own))
 

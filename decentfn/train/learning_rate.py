@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from decentfn.core import trees
+from decentfn.core.arguments import real
 from decentfn.core.formatting import brief
-from decentfn.core.numbers import real
 from decentfn.kit.state import State
 from decentfn.kit.state_check import is_state
 from decentfn.optim.transforms.basic import RateState, current_rate, rates

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from decentfn.comm import collectives
+from decentfn.core.arguments import at_least
 from decentfn.core.formatting import brief
-from decentfn.core.numbers import at_least
 from decentfn.kit.state import Metrics
 from decentfn.train.consensus import consensus_distance, gather, mean
 from decentfn.train.together import make_directory, on_first, one_path
@@ -48,7 +48,7 @@ class JSONLines(AbstractContextManager["JSONLines", None]):
     def __init__(self, path: str | Path, first_step: int = 0) -> None:
         at_least("JSONLines", "first_step", first_step, 0)
         self.path = Path(on_first("JSONLines", _open, one_path("JSONLines(path)", path), first_step))
-        self._here = collectives.everyone()
+        self._here = collectives.all_processes()
         self._unsaid: list[tuple[Mapping[str, Any], int]] = []  # of the last step, which process 0 may not have ended
         self._file = self.path.open("ab", buffering=0) if self._here.rank == 0 else None
         self._started, self._counting = on_first("JSONLines", time.time), ExitStack()
@@ -62,7 +62,7 @@ class JSONLines(AbstractContextManager["JSONLines", None]):
         values, such as `tokens_per_s`, or other ones in place of these: `seconds` of a clock.
         """
         losses = gather(state, metrics.loss)
-        everyone, here, c = collectives.everyone(), collectives.world().identity, self._counted
+        everyone, here, c = collectives.all_processes(), collectives.world().identity, self._counted
         processes = everyone.processes_per_worker
         peers = [(r, x.bytes_sent, here.is_inside(r), x.seconds_waited) for r, x in c.peers.items() if r < here.size]
         told = collectives.gather_objects((everyone.place // processes, peers, c.seconds_waited), everyone)

@@ -12,8 +12,8 @@ from torch import Tensor
 from decentfn.algorithms.asynchronous_gradient_push import Memory, with_mail
 from decentfn.comm import collectives
 from decentfn.core import trees
+from decentfn.core.arguments import checks_numbers, require
 from decentfn.core.formatting import brief
-from decentfn.core.numbers import checks_numbers, require
 from decentfn.core.stacking import over_workers
 from decentfn.errors import PeerLost
 from decentfn.kit.state import State

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from decentfn import sharded
 from decentfn.comm import collectives
 from decentfn.comm.collectives import World
-from decentfn.core.numbers import checks_numbers, real
+from decentfn.core.arguments import checks_numbers, real
 from decentfn.elastic.joining import versions, wait_for_run
 from decentfn.engine.memory import keep_freed_memory
 from decentfn.errors import PlanMismatch
@@ -111,7 +111,7 @@ def init(
                     gpus,
                     gpus,
                 )
-    world = collectives.everyone()
+    world = collectives.all_processes()
     if processes_per_worker is not None:
         size = _processes_per_worker(processes_per_worker, world)
         if size != world.processes_per_worker:
@@ -130,7 +130,7 @@ def _take_over(backend: str | None, timeout: timedelta | None) -> None:
             f"init(backend={backend!r}): the process group exists, with {has}, made by the launcher or the script; leave backend out, "
             "or make that group with this backend."
         )
-    known = collectives.everyone()
+    known = collectives.all_processes()
     if timeout is None or known.timeout == timeout:
         return
     if known.timeout is not None:
@@ -145,7 +145,7 @@ def _take_over(backend: str | None, timeout: timedelta | None) -> None:
 def _newcomer(timeout: timedelta) -> World:
     if dist.is_initialized():
         raise ValueError("init(join=True): this process is in a group already; start another one, without torchrun.")
-    if (known := collectives.everyone()).identity.size_at_start > 1:  # an earlier call
+    if (known := collectives.all_processes()).identity.size_at_start > 1:  # an earlier call
         return known
     world = collectives.adopt_default_group(timeout)
     keep_freed_memory()

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from decentfn.comm.collectives import Communication, Traffic, communication
-from decentfn.core.numbers import at_least, checks_numbers
+from decentfn.core.arguments import at_least, checks_numbers
 from decentfn.planning import Prediction
 
 __all__ = ["Communication", "Traffic", "communication", "compare"]

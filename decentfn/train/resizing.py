@@ -48,9 +48,9 @@ def resize(state: State, algorithm: Algorithm) -> State:
     require_algorithm("resize", algorithm)
     if not is_stacked(state):
         raise ValueError(f"{_CALL}: the state is one worker's; stack it, df.resize(df.stack(state, 1), algorithm).")
-    if collectives.everyone().size > 1:
+    if collectives.all_processes().size > 1:
         raise ValueError(
-            f"{_CALL}: {collectives.everyone().size} processes each hold a part of the workers; save a checkpoint, and "
+            f"{_CALL}: {collectives.all_processes().size} processes each hold a part of the workers; save a checkpoint, and "
             "restore it with the other number of processes."
         )
     if algorithm.topology is None:

@@ -20,7 +20,7 @@ from uuid import uuid4
 from torch import Tensor
 
 from decentfn.comm import collectives
-from decentfn.core.numbers import at_least
+from decentfn.core.arguments import at_least
 from decentfn.errors import RunError
 from decentfn.train.together import as_path, make_directory
 
@@ -49,7 +49,7 @@ class Stop:
 
     def _connect(self) -> None:
         """Connect the thread with the other processes'; collective."""
-        here = collectives.everyone()
+        here = collectives.all_processes()
         self._changes, self._world = here.changes, here.apart()
         self._every = self._most if here.size > 1 else 1
         self._asked: Future[list[bool]] | None = None
@@ -70,7 +70,7 @@ class Stop:
         try:
             stops = self._hears()
         except RunError as error:
-            if collectives.everyone().loss_is_final:
+            if collectives.all_processes().loss_is_final:
                 raise
             _log.warning("stop(t=%d): %s; not answered until the workers have agreed on who is left", int(t), error)
             stops = False
@@ -81,7 +81,7 @@ class Stop:
 
     def _hears(self) -> bool:
         """Return True if a process has a signal; in a step with a check, which all have in common."""
-        here = collectives.everyone()
+        here = collectives.all_processes()
         if self._changes != here.changes:
             here.before_call("stop(t)")
             if self._world is not here:
@@ -131,7 +131,7 @@ class Stop:
                     self._mark()
         finally:
             self._thread.shutdown()
-            if self._world is not collectives.everyone():
+            if self._world is not collectives.all_processes():
                 self._world.let_go()
 
     def _mark(self) -> None:

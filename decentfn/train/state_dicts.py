@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from decentfn import sharded
 from decentfn.comm import collectives
 from decentfn.core import trees
+from decentfn.core.arguments import checks_numbers
 from decentfn.core.formatting import brief
-from decentfn.core.numbers import checks_numbers
 from decentfn.gradient.parameter_swap import entries_of, lock_of_module, weights
 from decentfn.kit.state import State
 from decentfn.train.consensus import (
@@ -64,7 +64,7 @@ def _gathered(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Any]:
     sharded.own_shards(module)
     parameters = dict(module.named_parameters())
     unsharded = sharded.unsharded((p, tensors[name]) for name, p in parameters.items())
-    if collectives.everyone().process:
+    if collectives.all_processes().process:
         return {}
     return _with_values(module, tensors, dict(zip(parameters, unsharded, strict=True)))
 
@@ -163,7 +163,7 @@ def _shards(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Tenso
     """Return this process's shards of the state dict on its worker's process 0, by the module's names; collective."""
     sharded.own_shards(module)
     own = module.state_dict(keep_vars=True)
-    has_it = collectives.everyone().process == 0
+    has_it = collectives.all_processes().process == 0
     check = _require_fit if has_it else lambda *_: None
     together("load_state_dict(module, state, state_dict)", check, module, own, state_dict)
     wanted = {name: x for name, x in own.items() if isinstance(x, torch.Tensor)}

@@ -38,7 +38,7 @@ def together(call: str, function: Callable[..., Any], *arguments: Any) -> list[A
 
 def on_first(call: str, function: Callable[..., Any], *arguments: Any) -> Any:
     """Call `function(*arguments)` on process 0; return its result on all. Collective; raises as `together`."""
-    return together(call, function if collectives.everyone().rank == 0 else lambda *_: None, *arguments)[0]
+    return together(call, function if collectives.all_processes().rank == 0 else lambda *_: None, *arguments)[0]
 
 
 def as_path(call: str, path: Any) -> Path:

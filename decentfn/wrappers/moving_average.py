@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from decentfn.core import trees
+from decentfn.core.arguments import checks_numbers
 from decentfn.core.buckets import Buckets, cast_like, copy_wide, each
 from decentfn.core.formatting import brief
-from decentfn.core.numbers import checks_numbers
 from decentfn.core.trees import PyTree
 from decentfn.kit.state import Local, Metrics, State, kept, restarted
 from decentfn.kit.state_check import kind_of

@@ -290,7 +290,7 @@ def main(job: str, folder: Path, seconds: float, hows: list[str]) -> None:
     results: dict[str, Any] = {"backend": str(dist.get_backend_config()), "device": str(world.device)}
     for name, run in JOBS[job](world, folder, hows):
         since = time.monotonic()
-        if any(collectives.gather_objects(since - began > seconds, collectives.everyone())):
+        if any(collectives.gather_objects(since - began > seconds, collectives.all_processes())):
             results[name] = "not reached"
             continue
         error = None
@@ -298,7 +298,7 @@ def main(job: str, folder: Path, seconds: float, hows: list[str]) -> None:
             run()
         except Exception as raised:
             error = f"{type(raised).__name__}: {str(raised)[:700]}"
-        errors = collectives.gather_objects(error, collectives.everyone())
+        errors = collectives.gather_objects(error, collectives.all_processes())
         results[name] = next((f"rank {i}: {e}" for i, e in enumerate(errors) if e), round(time.monotonic() - since, 2))
         if world.rank == 0:
             (folder / "rank0.json").write_text(json.dumps(results, indent=1))

@@ -199,7 +199,7 @@ def fails_on_one_process(directory):
             finally:
                 files.write = write
             latest = df.checkpoint.latest(directory).name
-            collectives.gather_objects(None, collectives.everyone())
+            collectives.gather_objects(None, collectives.all_processes())
             saver.save(state, 2)
         return said, latest, df.checkpoint.restore(directory, state).step
 

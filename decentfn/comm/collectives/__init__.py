@@ -8,7 +8,7 @@ from decentfn.comm.collectives.lookup import Row, look_up, on_device, refuse_siz
 from decentfn.comm.collectives.mailbox import counts, open_mailbox
 from decentfn.comm.collectives.membership import (
     adopt_default_group,
-    everyone,
+    all_processes,
     kept_world,
     leave_default_group,
     processes_per_worker,

@@ -55,7 +55,7 @@ def _device_of(group: dist.ProcessGroup) -> torch.device:
 
 def require_messages_from(call: str, device: torch.device) -> None:
     """Raise ValueError if the default group cannot send from this device, as NCCL from the CPU."""
-    here = everyone()
+    here = all_processes()
     if here.size == 1 or context.world is not None:
         return
     backends = str(dist.get_backend_config())
@@ -67,7 +67,7 @@ def require_messages_from(call: str, device: torch.device) -> None:
         )
 
 
-def everyone() -> World:
+def all_processes() -> World:
     """Return the world of all processes of all workers."""
     return world().all_processes
 

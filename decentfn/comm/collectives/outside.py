@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from decentfn.comm.collectives.membership import everyone, world
+from decentfn.comm.collectives.membership import all_processes, world
 from decentfn.comm.collectives.reports import has_timed_out, named_outside
 from decentfn.comm.collectives.session import Session
 from decentfn.comm.collectives.world import World
@@ -203,4 +203,4 @@ def attempt(call: str, function: Callable[..., Any], *arguments: Any) -> tuple[l
         kinds = [kind.__name__ for kind in type(error).__mro__]
         told |= {"error": str(error), "brief": brief_error(error), "kinds": kinds}
     with calling(call):
-        return gather_objects(told, everyone()), own
+        return gather_objects(told, all_processes()), own

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from decentfn.core.arguments import checks_numbers, require
 from decentfn.core.buckets import Buckets, Mask, each, widen, zeros_like
-from decentfn.core.numbers import checks_numbers, require
 from decentfn.core.scalars import Numbers, once
 from decentfn.optim.transforms.basic import (
     RateState,

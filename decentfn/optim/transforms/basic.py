@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from decentfn.core import trees
+from decentfn.core.arguments import checks_numbers, real, require
 from decentfn.core.buckets import Buckets, Mask, each, global_norm, multiply, where, wide, zeros_like
-from decentfn.core.numbers import checks_numbers, real, require
 from decentfn.core.scalars import Numbers, once
 from decentfn.core.trees import PyTree
 from decentfn.optim.schedule_checks import require_schedule

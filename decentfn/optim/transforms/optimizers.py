@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from decentfn.core.arguments import checks_numbers, require
 from decentfn.core.buckets import Buckets, Mask, each, into, zeros_like
-from decentfn.core.numbers import checks_numbers, require
 from decentfn.core.scalars import once
 from decentfn.optim.transforms.basic import (
     Scalar,

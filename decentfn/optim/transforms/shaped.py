@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from decentfn.core import trees
+from decentfn.core.arguments import checks_numbers, require
 from decentfn.core.buckets import Mask, wide
-from decentfn.core.numbers import checks_numbers, require
 from decentfn.core.scalars import Numbers, once
 from decentfn.core.trees import PyTree
 from decentfn.optim.orthogonalize import orthogonalize

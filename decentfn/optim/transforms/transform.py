@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from decentfn.core import trees
+from decentfn.core.arguments import require
 from decentfn.core.buckets import Buckets, Mask, Plan, elements
 from decentfn.core.formatting import brief
-from decentfn.core.numbers import require
 from decentfn.core.trees import PyTree
 
 Sign = int | Callable[[str, tuple[int, ...]], int]

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from decentfn.comm import collectives
+from decentfn.core.arguments import require
 from decentfn.core.formatting import brief
-from decentfn.core.numbers import require
 from decentfn.errors import CheckpointCorrupt
 from decentfn.kit.state import State
 from decentfn.train.checkpoint import files
@@ -57,7 +57,7 @@ def export(path: str | Path, module: nn.Module, state: State, *, format: str = "
         together("export", _write_shards, temporary, named, own)
         on_first("export", files.publish, temporary, path)
     finally:
-        if collectives.everyone().rank == 0:
+        if collectives.all_processes().rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
@@ -128,7 +128,7 @@ def _write_shards(path: Path, named: dict[str, Any], own: dict[str, Any]) -> Non
     from torch.distributed.checkpoint.api import CheckpointException  # takes a second
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    here = collectives.everyone()
+    here = collectives.all_processes()
     if here.worker:
         return
     _require_tensors(path, named, own)

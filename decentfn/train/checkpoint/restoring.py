@@ -109,7 +109,7 @@ def _newest(source: Path, skipped: list[str]) -> str | None:
 
 def _tell(found: str, state: Any, saved_workers: int, skipped: dict[str, CheckpointCorrupt]) -> None:
     """Log what differs from the newest checkpoint for the same workers."""
-    if collectives.everyone().rank > 0:
+    if collectives.all_processes().rank > 0:
         return
     for path, error in skipped.items():
         _log.warning("restore skipped %s, and read %s: %s", path, found, error)
@@ -131,7 +131,7 @@ def _tell_rate(template: Any, restored: Any) -> None:
         for state in (template, restored)
     )
     differing = [(a, b) for a, b in zip(mine, theirs, strict=True) if not math.isclose(a, b, rel_tol=1e-12)]
-    if differing and collectives.everyone().rank == 0:
+    if differing and collectives.all_processes().rank == 0:
         built, saved = differing[0]
         _log.warning(
             "restore: the run continues with the checkpoint's learning rate %g; this optimizer was built with %g: "
@@ -150,7 +150,7 @@ def _on_topology(state: Any, about: dict[str, Any], path: Path) -> Any:
     while hasattr(memory, "inner"):  # a wrapper's
         memory = memory.inner
     restarts = getattr(memory, "of_topology", False)
-    if collectives.everyone().rank == 0:
+    if collectives.all_processes().rank == 0:
         what = (
             "the algorithm's memory belongs to that one and starts again"
             if restarts
@@ -170,7 +170,7 @@ def _on_topology(state: Any, about: dict[str, Any], path: Path) -> Any:
 
 def _verify_share(path: Path, template: Any) -> None:
     """Where all processes read all files, for another number of workers, verify this one's share of them."""
-    about, here = manifest.read(path), collectives.everyone()
+    about, here = manifest.read(path), collectives.all_processes()
     if about["num_workers"] != here.num_workers * local_workers(template):
         for entry in about["processes"][here.rank :: here.size]:
             _verify(path, entry)

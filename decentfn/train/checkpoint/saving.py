@@ -20,9 +20,9 @@ from torch import Tensor
 import decentfn
 from decentfn.comm import collectives
 from decentfn.core import trees
+from decentfn.core.arguments import at_least, require
 from decentfn.core.buckets import Place
 from decentfn.core.formatting import brief
-from decentfn.core.numbers import at_least, require
 from decentfn.elastic.generation import awaited_run
 from decentfn.errors import RunError
 from decentfn.kit.state_check import is_state
@@ -102,7 +102,7 @@ class Saver:
         keep: int | None = 3,
         frozen: Collection[str] = (),
     ) -> None:
-        self._config = together("Saver", _arguments, keep, config)[collectives.everyone().rank]
+        self._config = together("Saver", _arguments, keep, config)[collectives.all_processes().rank]
         self.directory = one_path("Saver(directory)", directory)
         self._keep, self._frozen = keep, frozen
         self._lock = FileLock(self.directory / "lock")  # the system releases it when the process ends
@@ -119,7 +119,7 @@ class Saver:
 
     def _connect(self) -> None:
         """Connect the thread with the other processes' and lock the directory. Collective, but not before a process has joined."""
-        here = collectives.everyone()
+        here = collectives.all_processes()
         self._changes, self._world = here.changes, here.apart()
         if awaited_run(here) is None:
             with collectives.use(self._world):  # connects it, so that `hang_up` ends what waits
@@ -127,7 +127,7 @@ class Saver:
 
     def _follow(self) -> None:
         """Reconnect after a loss or a join (`df.survive`); a checkpoint of earlier workers is done by then, or will not be."""
-        if self._changes != collectives.everyone().changes:
+        if self._changes != collectives.all_processes().changes:
             together("Saver.save", self._settle)
             self._let_go()
             self._connect()
@@ -137,7 +137,7 @@ class Saver:
             self.wait()
 
     def _let_go(self) -> None:
-        if self._world is not collectives.everyone():
+        if self._world is not collectives.all_processes():
             self._world.let_go()
 
     def save(self, state: Any, step: int, *, extra: Any = None, score: float | None = None) -> None:
@@ -317,7 +317,7 @@ def _write(directory: Path, content: _Content, keep: int | None) -> Path:
         told = together("save", _write_own, temporary, content)
         return Path(on_first("save", _finish, directory, temporary, told, keep))
     except BaseException:
-        if collectives.everyone().rank == 0:
+        if collectives.all_processes().rank == 0:
             with contextlib.suppress(OSError):
                 files.remove(temporary)
         raise
@@ -332,7 +332,7 @@ def _begin(directory: Path, step: int) -> str:
 def _write_own(path: Path, content: _Content) -> dict[str, Any]:
     if not path.exists():
         raise OSError(f"{path}: created by rank 0, but not visible to this process; choose a directory that all share.")
-    name = f"process-{collectives.everyone().rank:05}.safetensors"
+    name = f"process-{collectives.all_processes().rank:05}.safetensors"
     size, digest = files.write(path / name, encoded(content.tensors | content.loose, content.places))
     its = {"file": name, "bytes": size, "sha256": digest, "frozen": digests_of(content.frozen)} | content.process
     return {"process": its, "score": content.score, "about": content.about}
