@@ -28,10 +28,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Unpack
 
+import torch
 from torch import Tensor
 
 from decentfn import kit
 from decentfn.algorithms.exact_diffusion import corrected
+from decentfn.topologies import mixing_matrix
 
 
 class Memory(NamedTuple):
@@ -52,9 +54,8 @@ def d2(loss_fn: kit.LossFn, optimizer: Any, topology: kit.Topology, **options: U
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`.
         topology: doubly stochastic. If static and symmetric, λ_min(W) >= -1/3 (at the bound, as on 'static-ring' with
-            an even number of workers, a part of the disagreement never shrinks). On other schedules the recursion
-            without gradients must not grow. Both are tried in 1,000 steps without gradients, as growth by more than 4e-4
-            per step.
+            an even number of workers, a part of the disagreement never shrinks). On other schedules disagreement must not
+            grow by more than 4e-4 per step, tried in 1,000 steps without gradients.
         options: `bucket_mb`, `wire_dtype`; see `Options`.
 
     Raises:
@@ -69,10 +70,19 @@ def d2(loss_fn: kit.LossFn, optimizer: Any, topology: kit.Topology, **options: U
             "gradient_tracking, or a static topology such as 'static-ring'."
         )
 
+    way_out = "use gradient_tracking, or on a static symmetric topology exact_diffusion, which is D² on (I + W)/2"
+    matrix = mixing_matrix(topology, 0)
+    if topology.period == 1 and torch.allclose(matrix, matrix.T, rtol=0.0, atol=1e-12):
+        kit.require_doubly_stochastic("d2", topology)
+        if (smallest := float(torch.linalg.eigvalsh(matrix).min())) < -1 / 3 - 1e-9:
+            raise ValueError(
+                f"d2: λ_min(W) of {topology.name!r} is {smallest:.6g}, but D² needs λ_min(W) >= -1/3 and diverges below it; {way_out}."
+            )
+        return corrected(worker, Memory, gamma=1.0)
+
     def free(x: Tensor, c: Tensor, mix: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         mixed = mix(x + c)
         return mixed, mixed - x
 
-    way_out = "use gradient_tracking, or on a static symmetric topology exact_diffusion, which is D² on (I + W)/2"
     kit.require_settling("d2", topology, free, way_out)
     return corrected(worker, Memory, gamma=1.0)

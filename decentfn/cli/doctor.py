@@ -15,6 +15,7 @@ import torch
 from torch.cuda import nccl
 
 from decentfn.cli.tables import show
+from decentfn.train.store import unknown_interface
 
 _PATIENCE_S = 180
 
@@ -54,7 +55,8 @@ def _devices() -> _Check:
 def _network() -> Iterator[_Check]:
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if os.environ.get(variable):
-            yield _Check(variable, os.environ[variable])
+            fault = unknown_interface(variable) if variable == "GLOO_SOCKET_IFNAME" else None
+            yield _Check(variable, os.environ[variable], fault)
     yield _Check("interfaces", ", ".join(name for _, name in socket.if_nameindex()))
     yield _host_name()
 

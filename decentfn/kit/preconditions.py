@@ -85,7 +85,7 @@ def require_settling(call: str, topology: Topology, recursion: Recursion, way_ou
     if rate > _GROWTH:
         raise ValueError(
             f"{call}: on {topology.name!r} disagreement grows by {rate:.2g} of itself per round even without gradients, "
-            f"since momentum continues after the links have changed; {way_out}."
+            f"since what it carries from step to step meets other links; {way_out}."
         )
 
 

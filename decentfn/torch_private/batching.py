@@ -178,18 +178,15 @@ def _embedding_bag(
     has_end: bool = False,
     padding: int | None = None,
 ) -> Any:
-    if scaled or padding is not None:
+    if scaled or padding is not None or mode == 2:  # of equal maxima one has the gradient
         return NotImplemented
     starts = offsets[: offsets.shape[0] - has_end]
-    bag = torch.zeros_like(index).index_add(0, starts, torch.ones_like(starts)).cumsum(0) - 1
+    begun = index.new_zeros(index.shape[0] + 1)  # the last bags may be empty
+    bag = begun.index_add(0, starts, torch.ones_like(starts))[:-1].cumsum(0) - 1
     rows = weight[index] if factors is None else weight[index] * factors.unsqueeze(-1)
     sizes = torch.zeros_like(starts).index_add(0, bag, torch.ones_like(bag))
-    zeros = rows.new_zeros((starts.shape[0], rows.shape[1]))
-    if mode == 2:
-        output = zeros.scatter_reduce(0, bag.unsqueeze(-1).expand_as(rows), rows, "amax", include_self=False)
-    else:
-        output = zeros.index_add(0, bag, rows)
-        output = output / sizes.clamp(min=1).unsqueeze(-1) if mode == 1 else output
+    output = rows.new_zeros((starts.shape[0], rows.shape[1])).index_add(0, bag, rows)
+    output = output / sizes.clamp(min=1).unsqueeze(-1) if mode == 1 else output
     return output, bag, sizes, sizes
 
 

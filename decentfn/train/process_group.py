@@ -20,11 +20,12 @@ from decentfn import sharded
 from decentfn.comm import collectives
 from decentfn.comm.collectives import World
 from decentfn.core.arguments import checks_numbers, real
+from decentfn.core.formatting import brief
 from decentfn.elastic.joining import versions, wait_for_run
 from decentfn.engine.memory import keep_freed_memory
 from decentfn.errors import PlanMismatch
 from decentfn.train.exit_hooks import end_with_agent, report_root_cause
-from decentfn.train.store import answered, fresh_part, store_of_environment, store_of_run
+from decentfn.train.store import answered, fresh_part, store_of_environment, store_of_run, unknown_interface
 
 _log = logging.getLogger("decentfn")
 
@@ -79,10 +80,10 @@ def init(
 
     Raises:
         ValueError: on all processes, S does not divide their number, or differs between them; the timeout is not
-            positive; torchrun's environment is incomplete, or another launcher (srun, mpirun) started
-            several processes without it; NCCL was requested, and a rank has no GPU of its own; a group that exists has
-            another backend, or another timeout from an earlier call; `join` in a process that has a group, without the
-            store's address, or to a run on GPUs.
+            positive; torchrun's environment is incomplete, or another launcher (srun, mpirun) started several processes
+            without it; there is no such backend; GLOO_SOCKET_IFNAME names no interface; NCCL was requested, and a rank has no
+            GPU of its own; a group that exists has another backend, or another timeout from an earlier call; `join` in a
+            process that has a group, without the store's address, or to a run on GPUs.
         df.errors.PlanMismatch: on all processes, their versions of decentfn, torch or Python (3.11 and 3.12) differ; in a
             process with `join`, they are not those of the run.
         df.errors.ExchangeTimeout: a process, or the store of rank 0, did not answer within the timeout.
@@ -92,6 +93,7 @@ def init(
     given, timeout = timeout, _TIMEOUT if timeout is None else timeout
     if timeout <= timedelta(0):
         raise ValueError(f"init(timeout={timeout}): the timeout is positive; minutes are usual.")
+    _require_backend(backend)
     if join:
         return _newcomer(timeout)
     if dist.is_initialized():
@@ -119,6 +121,23 @@ def init(
     if world.device.type == "cpu":
         keep_freed_memory()
     return world
+
+
+def _require_backend(backend: Any) -> None:
+    """Raise ValueError unless torch.distributed has the backend, and it can carry messages."""
+    if backend is None:
+        return
+    known = [name for name in dist.Backend.backend_list if name not in ("undefined", "mpi")]
+    names = [part.rpartition(":")[2].lower() for part in backend.split(",")] if isinstance(backend, str) else [backend]
+    if "mpi" in names:
+        raise ValueError(
+            f"init(backend={backend!r}): torch.distributed's MPI ignores timeouts, so a lost process would hang the others, and "
+            "PyTorch's wheels lack it; leave backend out. mpirun may start the processes (docs/launching.md)."
+        )
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(
+            f"init(backend={brief(backend)}): there is no {brief(unknown[0])}; leave backend out, or take one of {', '.join(known)}."
+        )
 
 
 def _take_over(backend: str | None, timeout: timedelta | None) -> None:
@@ -224,10 +243,14 @@ def _start(backend: str | None, gpus: int, timeout: timedelta) -> None:
         "local rank": local_rank,
         "gpus": gpus,
         "gpu": _gpu(index) if index < gpus else None,
+        "interface": unknown_interface("GLOO_SOCKET_IFNAME"),
     }
     # Compare over ranks first: only some machines may have enough GPUs.
     everyone = _gathered(PrefixStore("machines", store), rank, size, own)
     _require_same_versions(everyone, rank)
+    for other, its in enumerate(everyone):
+        if its["interface"] is not None:
+            raise ValueError(f"init(): GLOO_SOCKET_IFNAME on rank {other}: {its['interface']}.")
     taken = [its["gpu"] for its in everyone]
     without = [i for i, gpu in enumerate(taken) if gpu is None or gpu in taken[:i]]
     on_gpu = _takes_gpus(backend) and not without

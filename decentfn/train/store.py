@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -128,3 +129,12 @@ def _no_answer(rank: int, missing: str, peer: int, timeout: timedelta) -> Exchan
         process=rank,
         peer=peer,
     )
+
+
+def unknown_interface(variable: str) -> str | None:
+    """Return the first interface named by an environment variable that this machine lacks, and those that it has."""
+    names = [name for _, name in socket.if_nameindex()]
+    for name in os.environ.get(variable, "").split(","):
+        if name and name not in names:
+            return f"no interface {name}; choose of: {', '.join(names)}"
+    return None

@@ -121,4 +121,4 @@ def test_the_doctor_trains_on_two_ranks_and_names_an_unknown_interface(capsys, m
         said(capsys, "doctor")
     checks = {row["check"]: row for row in json.loads(capsys.readouterr().out)}
     assert end.value.code == 1
-    assert "nope0" in checks["two ranks"]["fix"] and not checks["two ranks"]["ok"]
+    assert "no interface nope0" in checks["GLOO_SOCKET_IFNAME"]["fix"] and not checks["two ranks"]["ok"]

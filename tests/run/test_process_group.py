@@ -94,11 +94,34 @@ def test_a_rank_that_is_alone_says_how_many_are_missing(environment):
         df.init(timeout=1)
 
 
+def test_an_interface_that_no_machine_has_is_named_with_those_that_it_has(environment, monkeypatch):
+    environment(TORCHRUN | {"WORLD_SIZE": "1", "MASTER_PORT": str(free_port())})
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth97")
+    with pytest.raises(ValueError, match=r"GLOO_SOCKET_IFNAME on rank 0: no interface eth97; choose of: .*\blo\b"):
+        df.init()
+
+
 def test_where_init_process_groups_arguments_go_is_said(environment):
     with pytest.raises(
         TypeError, match=r"init\(init_method=...\): there is no such argument; there are backend, timeout"
     ):
         df.init(init_method="tcp://localhost:29500")
+
+
+@pytest.mark.parametrize("variables", [{}, TORCHRUN])
+@pytest.mark.parametrize(
+    ("backend", "said"),
+    [
+        ("mpi", r"MPI ignores timeouts.*leave backend out"),
+        ("cpu:mpi,cuda:nccl", r"MPI ignores timeouts"),
+        ("nlcc", r"there is no 'nlcc'; leave backend out, or take one of gloo, nccl"),
+        (3, r"there is no 3"),
+    ],
+)
+def test_a_backend_that_cannot_work_is_refused_at_once(environment, variables, backend, said):
+    environment(variables)
+    with pytest.raises(ValueError, match=rf"init\(backend=.*{said}"):
+        df.init(backend=backend)
 
 
 @pytest.mark.parametrize("variables", [{}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, {"SLURM_NTASKS": "4"}])

@@ -31,10 +31,13 @@ def refuse_size(here: World, local: int, workers: int, what: str) -> NoReturn:
             f"{what}: the topology has num_workers={workers}, and this process is alone: {launched} processes were started "
             "(WORLD_SIZE), but they have no process group. Call df.init() first, before init(params)."
         )
+    if workers % here.size:
+        way_out = f"make the topology with num_workers={here.size}, or a multiple of it with df.simulate."
+    else:
+        way_out = f"or df.simulate(step, {workers // here.size}) so that workers x processes is the topology's size."
     raise ValueError(
         f"{what}: the topology has num_workers={workers}, but {here.size} process(es) hold {local} worker(s) each. "
-        f"Start {workers} processes with torchrun, or df.simulate(step, {max(1, workers // here.size)}) "
-        "so that workers x processes is the topology's size."
+        f"Start {workers} processes with torchrun, {way_out}"
     )
 
 
