@@ -79,6 +79,8 @@ RETURN_NOTHING_OF_IT = {
     df.checkpoint.export: None,
     df.checkpoint.Saver.save: None,
     df.checkpoint.Restored: "made by restore",
+    df.data.Epochs.load_state_dict: "of a loader",
+    df.logs.JSONLines.record: None,
 }
 
 

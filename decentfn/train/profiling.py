@@ -24,7 +24,7 @@ def compare(planned: Prediction, counted: Communication, *, steps: int, seconds:
     >>> counted = df.profiling.Communication()  # of `with df.profiling.communication() as counted`
     >>> print(df.profiling.compare(planned, counted, steps=10, seconds=3.6))
     per step          planned  measured
-    step ms             344.2       360
+    step ms             344.3       360
     of it waiting ms        -         0
     MB between nodes       40         0
     MB inside nodes         0         0

@@ -248,7 +248,7 @@ def test_a_step_ends_when_its_last_message_has_arrived(begins):
     exchange = df.timing.Exchange(df.topology("one-peer-exp", n), 1e6, begins=begins)
     line = df.clock(seconds, df.planning.Cluster(n, link)).timeline(exchange, steps)
     messages = line.messages.reshape(steps, n, 4)  # each worker sends one
-    assert np.allclose(messages[..., 3] - messages[..., 2], link.seconds(1e6))
+    assert np.allclose(messages[..., 3] - messages[..., 2], 1e6 * 8 / 0.93e9 + 2 * 1e-4)
     for k in range(steps):
         for i in range(n):
             mine = messages[k][(messages[k, :, :2] == i).any(1)]

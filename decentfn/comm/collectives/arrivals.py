@@ -16,6 +16,7 @@ from torch import Tensor
 from decentfn.comm.collectives.lookup import refuse_size
 from decentfn.comm.collectives.mailbox import Mailbox
 from decentfn.comm.collectives.membership import world
+from decentfn.core.arguments import require
 from decentfn.core.buckets import wide
 from decentfn.core.context import context
 from decentfn.core.handles import by_handle
@@ -66,6 +67,8 @@ def offer(values: Sequence[Tensor], mass: Tensor, ring: Ring, topology: Topology
 
 
 def _mailbox(handle: Tensor, workers: int, what: str) -> tuple[Mailbox | None, Topology]:
+    rule = "their mail is sorted by the host, and a replayed graph would take the first step's again; compile without a mode."
+    require(context.inputs is None, 'compile(step, mode="reduce-overhead") of workers on their own clocks', rule)
     here, topology = context.step_world or world(), by_handle(handle)
     if (workers or 1) * here.identity.size != topology.num_workers or workers and here.identity.size > 1:
         refuse_size(here, workers or 1, topology.num_workers, "step(state, batch, t)")

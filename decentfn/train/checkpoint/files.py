@@ -21,18 +21,21 @@ own: set[Path] = set()
 def write(path: Path, content: Iterable[memoryview | bytes]) -> tuple[int, str]:
     """Write a new file and sync it to disk; return its size in bytes and its SHA-256."""
     size, digest = 0, hashlib.sha256()
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        with path.open("xb") as file:
-            for part in content:
-                view = memoryview(part)
-                for first in range(0, len(view), _SLICE):
-                    piece = view[first : first + _SLICE]
-                    digest.update(piece)
-                    size += file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
+        for part in content:
+            view = memoryview(part)
+            for first in range(0, len(view), _SLICE):
+                piece = view[first : first + _SLICE]
+                digest.update(piece)
+                while len(piece):
+                    done = os.write(file, piece)
+                    piece, size = piece[done:], size + done
+        os.fsync(file)
     except OSError as error:
         raise OSError(error.errno, f"{error.strerror}, while writing", str(path)) from error
+    finally:
+        os.close(file)
     return size, digest.hexdigest()
 
 
