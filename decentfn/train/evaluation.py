@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from numbers import Integral
 from typing import Any
@@ -16,12 +16,12 @@ from decentfn import sharded
 from decentfn.comm import collectives
 from decentfn.comm.fingerprint import digest
 from decentfn.core import trees
-from decentfn.core.buckets import Plan
+from decentfn.core.buckets import Plan, sum_within_worker
 from decentfn.core.context import context
 from decentfn.core.formatting import brief
 from decentfn.core.trees import PyTree
 from decentfn.engine.simulation import worker
-from decentfn.errors import PeerLost
+from decentfn.errors import PeerLost, RunError
 from decentfn.gradient.evaluation import swapping
 from decentfn.gradient.loss import WrappedLoss, is_pair, takes
 from decentfn.gradient.module import ModuleLoss, ShardedLoss
@@ -43,8 +43,7 @@ def evaluate(metric: Callable[..., Any], state: Any, batches: Iterable[Any], *, 
 
     If a worker is several processes, they run the module together, each on its own batch (a tensor-parallel worker's on
     the same batch). A process with fewer batches repeats its last one, which does not count; having none is an error if
-    others of its worker have some; all are read before the first is evaluated. If a sharded module fails on one process,
-    the worker's others lose it: restart.
+    others of its worker have some. If a sharded module fails on one process, the worker's others lose it: restart.
 
     Args:
         metric: `(params, batch)` or `(params, buffers, batch)` -> the mean over the batch's samples, a 0-d tensor or
@@ -114,20 +113,18 @@ def _of_workers(
     while isinstance(metric, WrappedLoss):
         metric = metric.loss_fn
     require_sharded_alike(f"{call}(metric={brief(metric)})", plan, is_sharded=isinstance(metric, ShardedLoss))
-    size, tensor_parallel = collectives.processes_per_worker(), getattr(metric, "tp_size", 1)
-    sized: Iterable[tuple[Any, int]] = ((batch, _size(call, samples, batch)) for batch in batches)
-    if plan.is_sharded:
-        sized = _as_many(call, sized, size, tensor_parallel)
     # Sum in one order, for the same result on every rank.
-    told = together(call, _sums, call, metric, replicas, sized)
+    told = together(call, _sums, call, metric, replicas, batches, samples, plan.is_sharded)
+    size = collectives.processes_per_worker()
     names = sorted({name for its in told for of in its for name in of})
     if not names:
         raise ValueError(f"{call}(batches): no process has a sample; give at least one of them a batch.")
     if not names[0] and names[1:]:
         raise ValueError(f"{call}(metric): it returned a number for some batches and {names[1:]} for others; name it.")
+    tensor_parallel = getattr(metric, "tp_size", 1)  # processes whose common batch counts once
     return [
         _added(parts)
-        for first in range(0, len(told), size)  # the common batch of a tensor-parallel group counts once
+        for first in range(0, len(told), size)
         for parts in zip(*told[first : first + size : tensor_parallel], strict=True)
     ]
 
@@ -140,26 +137,24 @@ def _added(parts: Sequence[_Sums]) -> _Sums:
 
 @torch.no_grad()
 def _sums(
-    call: str, metric: Callable[..., Any], replicas: list[_Replica], sized: Iterable[tuple[Any, int]]
+    call: str,
+    metric: Callable[..., Any],
+    replicas: list[_Replica],
+    batches: Iterable[Any],
+    samples: _Count | None,
+    is_sharded: bool,
 ) -> list[_Sums]:
     totals = [dict[str, tuple[Any, int]]() for _ in replicas]
-    try:
-        with _of_replicas(metric, replicas) as evaluated:
-            for batch, size in sized:
-                with _evaluating():
-                    found = [of(batch) for of in evaluated]
-                for value, total in zip(found, totals, strict=True):
-                    for name, x in _values(call, value).items() if size else ():
-                        already, seen = total.get(name, (0, 0))
-                        total[name] = already + size * x, seen + size
-    except Exception as error:
-        if not isinstance(metric, ShardedLoss):
-            raise
-        sharded.leave(metric.module)  # the other processes of the worker fail at once instead of waiting for this one
-        if not collectives.is_lost(error):
-            raise
-        here = collectives.all_processes().rank
-        raise PeerLost(f"the module lost another process of its worker: {error}", process=here) from error
+    sized = ((batch, _size(call, samples, batch)) for batch in batches)
+    rounds = _in_step(call, sized, getattr(metric, "tp_size", 1)) if is_sharded else sized
+    with closing(rounds), _of_replicas(metric, replicas) as evaluated:
+        for batch, size in rounds:
+            with _evaluating():
+                found = [of(batch) for of in evaluated]
+            for value, total in zip(found, totals, strict=True):
+                for name, x in _values(call, value).items() if size else ():
+                    already, seen = total.get(name, (0, 0))
+                    total[name] = already + size * x, seen + size
     return [{name: [float(x), float(n)] for name, (x, n) in total.items()} for total in totals]
 
 
@@ -174,10 +169,11 @@ def _evaluating() -> Iterator[None]:
 
 @contextmanager
 def _of_replicas(metric: Callable[..., Any], replicas: list[_Replica]) -> Iterator[list[Callable[[Any], Any]]]:
-    """Context with the metric of each replica as a function of batches; a module has those of one replica at a time."""
+    """Context with the metric of each replica as a function of batches; a module is lent to one replica once."""
     if not isinstance(metric, ModuleLoss) or isinstance(metric, ShardedLoss) or replicas[0][1] is None:
+        evaluated: Any = _together(metric) if isinstance(metric, ShardedLoss) else metric
         takes_buffers = replicas[0][1] is not None and takes(metric, 3)
-        yield [partial(metric, x, b) if takes_buffers else partial(metric, x) for x, b in replicas]
+        yield [partial(evaluated, x, b) if takes_buffers else partial(evaluated, x) for x, b in replicas]
         return
 
     def one(x: PyTree, b: PyTree, batch: Any) -> Any:
@@ -191,39 +187,71 @@ def _of_replicas(metric: Callable[..., Any], replicas: list[_Replica]) -> Iterat
         yield [stack.enter_context(with_weights(*r)) if alone else partial(one, *r) for r in replicas]
 
 
-def _as_many(
-    call: str, sized: Iterable[tuple[Any, int]], processes: int, tensor_parallel: int
-) -> list[tuple[Any, int]]:
-    """Return the batches, as many as any process of the worker has, which run the module together. Collective.
+def _together(metric: ShardedLoss) -> Callable[..., Any]:
+    """Wrap the metric so that its failure releases the other processes that run the module with this one."""
 
-    The last one is repeated with size 0. Raises ValueError on all ranks if one has none and others of its worker have
-    some, or if batches differ within a tensor-parallel group.
+    def evaluated(*arguments: Any) -> Any:
+        try:
+            return metric(*arguments)
+        except Exception as error:
+            sharded.leave(metric.module)
+            if not collectives.is_lost(error):
+                raise
+            here = collectives.all_processes().rank
+            raise PeerLost(f"the module lost another process of its worker: {error}", process=here) from error
+
+    return evaluated
+
+
+def _in_step(call: str, batches: Iterator[tuple[Any, int]], tensor_parallel: int) -> Generator[tuple[Any, int]]:
+    """Yield batches and sizes, as many as any process of this worker has; repeat the last one with size 0.
+
+    Ends if another process has failed, and ends the others if this one fails.
     """
-    own: list[tuple[Any, int]] = []
-
-    def read() -> tuple[int, int]:
-        own.extend(sized)
-        leaves = trees.leaves(trees.plain([batch for batch, _ in own])) if tensor_parallel > 1 else []
-        marks = [f"{list(x.shape)} {digest(x)}" for x in leaves if isinstance(x, Tensor)]
-        return len(own), zlib.crc32(" ".join(marks).encode())
-
-    told = together(call, read)
-    for rank, (count, mark) in enumerate(told):
-        if mark != told[rank - rank % tensor_parallel][1]:
+    last, processes = None, collectives.processes_per_worker()
+    while True:
+        try:
+            batch, size = next(batches, (None, 0))
+        except Exception:
+            _tell_worker(None, True, tensor_parallel)
+            raise
+        having, failed, differing = _tell_worker(batch, False, tensor_parallel)
+        if failed or not having:
+            return
+        if differing:
             number = "world.worker" if tensor_parallel == processes else f"world.rank // {tensor_parallel}"
             raise ValueError(
                 f"{call}(batches): the processes of a tensor-parallel worker run the module together on the same "
                 f"batches, and theirs differ; choose them by {number}."
             )
-        worker, process = divmod(rank, processes)
-        if not count and any(its for its, _ in told[worker * processes : (worker + 1) * processes]):
+        if having < processes and last is None:  # in the first round
+            if batch is not None:
+                return
+            here = collectives.all_processes()
             raise ValueError(
-                f"{call}(batches): process {process} of worker {worker} has no batch, and others of its "
+                f"{call}(batches): process {here.process} of worker {here.worker} has no batch, and others of its "
                 "worker have; they run the module together: give each of them a batch; the same one works."
             )
-    first = collectives.all_processes().worker * processes
-    most = max(count for count, _ in told[first : first + processes])
-    return own + [(batch, 0) for batch, _ in own[-1:]] * (most - len(own))
+        try:
+            yield (last, 0) if batch is None else (batch, size)
+        except GeneratorExit:
+            with suppress(RunError):  # the others may be gone
+                _tell_worker(None, True, tensor_parallel)
+            raise
+        last = batch if batch is not None else last
+
+
+def _tell_worker(batch: Any, has_failed: bool, tensor_parallel: int) -> list[int]:
+    """Return how many processes of this worker have a batch, have failed, and differ within their tensor-parallel group.
+
+    Collective over the worker's processes.
+    """
+    leaves = trees.leaves(trees.plain(batch)) if tensor_parallel > 1 else []
+    marks = " ".join(f"{list(x.shape)} {digest(x)}" for x in leaves if isinstance(x, torch.Tensor))
+    mark = torch.tensor(zlib.crc32(marks.encode()), dtype=torch.float64)
+    differs = bool(sum_within_worker(mark, tensor_parallel) != tensor_parallel * mark)
+    own = torch.tensor([float(batch is not None), float(has_failed), float(differs)])
+    return sum_within_worker(own, collectives.processes_per_worker()).int().tolist()
 
 
 def _size(call: str, samples: _Count | None, batch: Any) -> int:
