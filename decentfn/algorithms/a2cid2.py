@@ -66,7 +66,7 @@ def a2cid2(
         topology: a schedule of pairs with weight 1/2: `ring`, `one-peer-exp`, `random-matching`, or your own. Random
             pairs are the paper's.
         eta: η̂ >= 0; None computes it from the topology (from 256 rounds, if it is random). 0 is gossip in pairs.
-        options: `bucket_mb`, `wire_dtype`; see `Options`.
+        options: `bucket_mb`, `wire_dtype`, `shared`; see `Options`.
 
     Raises:
         ValueError: η̂ negative, a topology with a round that is not made of pairs with weight 1/2, or whose pairs do not

@@ -55,7 +55,7 @@ def adapt_then_combine(
             `lambda aux: aux["tokens"]`, summed until the worker mixes: a group's mean is then weighted by tokens, and
             gossip keeps the mean weighted by `W w`. 0 leaves the worker out, which takes its neighbors' mean. None: all
             weights are equal.
-        options: `bucket_mb`, `wire_dtype`; see `Options`.
+        options: `bucket_mb`, `wire_dtype`, `shared`; see `Options`.
 
     Raises:
         ValueError: a push-sum topology; `weight` together with `wire_dtype` or several gossip rounds.

@@ -40,7 +40,7 @@ def adapt_while_communicate(
         gamma: γ in [0, 1], or a function of `t` (0-d int64 tensor) that returns it.
         update_at: the parameters that the optimizer sees (weight decay acts there): the worker's own `x`, or the
             mixed ones, as in Decent-DP.
-        options: `bucket_mb`, `wire_dtype`; see `Options`.
+        options: `bucket_mb`, `wire_dtype`, `shared`; see `Options`.
     """
     worker = kit.Worker(loss_fn, optimizer, topology, shows_mix=True, **options)
     if update_at not in ("local", "mixed"):

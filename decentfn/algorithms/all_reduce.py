@@ -36,7 +36,7 @@ def all_reduce(
         topology: only its `num_workers` counts.
         weight: function from the loss's aux to this worker's weight in the mean, 0-d and >= 0, such as
             `lambda aux: aux["tokens"]`; 0 leaves the worker out. None: all weights are equal.
-        options: `bucket_mb`, `wire_dtype`; see `Options`.
+        options: `bucket_mb`, `wire_dtype`, `shared`; see `Options`.
 
     Raises:
         ValueError: from `init`, unequal replicas; make them equal with `df.broadcast`.

@@ -101,7 +101,7 @@ def beer(
         topology: doubly stochastic and static: a worker keeps Σ_j W[i,j] (h_j - h), not each h_j.
         compressor: C, a contraction; a smaller δ needs a smaller γ.
         gamma: γ in (0, 1]; start with about δ, then tune.
-        options: `bucket_mb`; see `Options`.
+        options: `bucket_mb`, `shared`; see `Options`.
 
     Raises:
         ValueError: a topology that changes over time, γ outside (0, 1], no compressor, `wire_dtype`; at `init`, a

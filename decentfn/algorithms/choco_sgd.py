@@ -65,7 +65,7 @@ def choco_sgd(
         topology: doubly stochastic and static: a worker keeps Σ_j W[i,j] (x̂_j - x̂), not each x̂_j.
         compressor: C, a contraction; a smaller δ needs a smaller γ.
         gamma: γ in (0, 1]; start with about δ, then tune.
-        options: `bucket_mb`; see `Options`.
+        options: `bucket_mb`, `shared`; see `Options`.
 
     Raises:
         ValueError: a topology that changes over time, γ outside (0, 1], no compressor, `wire_dtype`; at `init`, a

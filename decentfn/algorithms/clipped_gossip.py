@@ -47,7 +47,7 @@ def clipped_gossip(
         tau: τ > 0, or a function of t (0-d int64 tensor); None computes it from the distances.
         hostile: b >= 1, the neighbors of a worker that may be hostile; used without `tau`. A worker with b neighbors or
             fewer then keeps its own parameters.
-        options: `bucket_mb`, `wire_dtype`; see `Options`.
+        options: `bucket_mb`, `wire_dtype`, `shared`; see `Options`.
 
     Raises:
         ValueError: τ not positive, b < 1, a push-sum topology, or one without tables that averages in groups.

@@ -56,7 +56,7 @@ def d2(loss_fn: kit.LossFn, optimizer: Any, topology: kit.Topology, **options: U
         topology: doubly stochastic. If static and symmetric, λ_min(W) >= -1/3 (at the bound, as on 'static-ring' with
             an even number of workers, a part of the disagreement never shrinks). On other schedules disagreement must not
             grow by more than 4e-4 per step, tried in 1,000 steps without gradients.
-        options: `bucket_mb`, `wire_dtype`; see `Options`.
+        options: `bucket_mb`, `wire_dtype`, `shared`; see `Options`.
 
     Raises:
         ValueError: a topology on which the method diverges at every learning rate, or one that is random or has a start (`until`,

@@ -59,7 +59,7 @@ def decentlam(
         beta: β in [0, 1].
         learning_rate: η as a function of t, if the learning rate of the optimizer changes. The parameters do not depend
             on a constant η (it only sets the unit of m), so omit a constant one.
-        options: `bucket_mb`, `wire_dtype`; see `Options`.
+        options: `bucket_mb`, `wire_dtype`, `shared`; see `Options`.
 
     Raises:
         ValueError: β outside [0, 1], η not positive, a push-sum topology, or one on which the method

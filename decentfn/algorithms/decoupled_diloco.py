@@ -88,7 +88,7 @@ def decoupled_diloco(
             steps together, so this models lateness; it does not make a rank wait less.
         compressor: C of what is averaged, with error feedback; as for `diloco`.
         error_decay: its decay, in [0, 1].
-        options: `bucket_mb`, `wire_dtype`; see `Options`.
+        options: `bucket_mb`, `wire_dtype`, `shared`; see `Options`.
 
     Raises:
         ValueError: a hyperparameter outside its range; from `init`, unequal parameters.

@@ -53,7 +53,7 @@ def deep_squeeze(
         topology: the schedule of mixing matrices, doubly stochastic.
         compressor: C, a contraction; a smaller δ needs a smaller γ.
         gamma: γ in (0, 1].
-        options: `bucket_mb`; see `Options`.
+        options: `bucket_mb`, `shared`; see `Options`.
 
     Raises:
         ValueError: a push-sum topology, γ outside (0, 1], no compressor, `wire_dtype`; at `init`, a compressor that is

@@ -59,7 +59,7 @@ def demo(
         k: components sent per tile.
         chunk: longest side of a tile, in values.
         compressor: a replacement for `dct_top_k(k, chunk=chunk)`.
-        options: `bucket_mb`; see `Options`.
+        options: `bucket_mb`, `shared`; see `Options`.
 
     Raises:
         ValueError: η not positive, κ outside [0, 1), k or chunk not positive, `wire_dtype`; from `init`, unequal

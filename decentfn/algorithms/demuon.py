@@ -57,7 +57,7 @@ def demuon(
         topology: any doubly stochastic schedule.
         momentum: λ in (0, 1], the weight of the new gradient; without matrices, 1 is `gradient_tracking`.
         gossip_rounds: R >= 1; more than one are fast gossip averaging, on one symmetric mixing matrix (`kit.Worker.mix`).
-        options: `bucket_mb`, `wire_dtype`; see `Options`.
+        options: `bucket_mb`, `wire_dtype`, `shared`; see `Options`.
 
     Raises:
         ValueError: λ outside (0, 1], a push-sum topology; from `init`, leaves sharded over the processes of a worker.

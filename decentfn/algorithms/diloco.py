@@ -79,7 +79,7 @@ def diloco(
         error_decay: ρ in [0, 1]; with 1 nothing that was learned is lost.
         weight: function from the loss's aux to this worker's weight of a step, 0-d and >= 0, such as
             `lambda aux: aux["tokens"]`; it is summed over the H steps, and 0 leaves the worker out. None: all weights are equal.
-        options: `bucket_mb`, `wire_dtype`; see `Options`.
+        options: `bucket_mb`, `wire_dtype`, `shared`; see `Options`.
 
     Raises:
         ValueError: H < 1, η not positive, β or ρ outside [0, 1], η or β beside an outer optimizer, `wire_dtype` beside a

@@ -57,7 +57,7 @@ def factored_gossip_diloco(
         inner_steps: H; the outer step follows steps H-1, 2H-1, …
         outer_optimizer: a pair `(init, update)` that sees Δ as the gradient and φ as the parameters, in float32 or wider;
             None is DiLoCo's, `df.sgd(0.7, momentum=0.9, nesterov=True)`.
-        options: `bucket_mb`, `wire_dtype`; see `Options`.
+        options: `bucket_mb`, `wire_dtype`, `shared`; see `Options`.
 
     Raises:
         ValueError: H < 1, a push-sum topology, an outer optimizer that is no pair, ascends or wants the mix.

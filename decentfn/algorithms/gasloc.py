@@ -77,7 +77,7 @@ def gasloc(
         compressor: C of the payload, with error feedback: x + (W - I) q in place of W x, which keeps the mean for every C. A
             payload has the size of parameters, so C is precise, δ >= 1/2: `df.compressors.quantize()`, 8 bits.
         error_decay: decay of the error, in [0, 1].
-        options: `bucket_mb`, `wire_dtype`; see `Options`.
+        options: `bucket_mb`, `wire_dtype`, `shared`; see `Options`.
 
     Raises:
         ValueError: H < 1, η not positive, γ outside [0, 1], α outside (0, 1], a push-sum topology, or one on which

@@ -64,7 +64,7 @@ def gradient_tracking(
         topology: any doubly stochastic schedule.
         form: the equation; with "semi-atc" and "awc" disagreement may grow on time-varying schedules (see the module).
         gossip_rounds: R >= 1; more than one are fast gossip averaging, on one symmetric mixing matrix (`kit.Worker.mix`).
-        options: `bucket_mb`, `wire_dtype`; see `Options`.
+        options: `bucket_mb`, `wire_dtype`, `shared`; see `Options`.
 
     Raises:
         ValueError: an unknown form, or a push-sum topology.

@@ -55,7 +55,7 @@ def k_gt(
         topology: the schedule of outer steps, doubly stochastic. Static ones are safe; see `gradient_tracking` for others.
         inner_steps: K; the outer step follows steps K-1, 2K-1, …
         outer_learning_rate: η > 0.
-        options: `bucket_mb`, `wire_dtype`; see `Options`.
+        options: `bucket_mb`, `wire_dtype`, `shared`; see `Options`.
 
     Raises:
         ValueError: K < 1, η not positive, a push-sum topology.

@@ -55,7 +55,7 @@ def led(
         inner_steps: H; the outer step follows steps H-1, 2H-1, …
         beta: β > 0; None is 1/H, for λ_min(W) >= -1/3 as in D². At that bound, as on 'static-ring' with an even number of
             workers, gradients alone shrink a part of the disagreement; `df.topologies.lazy(topology)` has none.
-        options: `bucket_mb`, `wire_dtype`; see `Options`.
+        options: `bucket_mb`, `wire_dtype`, `shared`; see `Options`.
 
     Raises:
         ValueError: H < 1, β not positive, a topology that changes with time or is not symmetric, or on which disagreement

@@ -59,7 +59,7 @@ def momentum_tracking(
             -η y, without its own momentum: `df.sgd(lr)`.
         topology: the schedule of mixing matrices, doubly stochastic.
         beta: β in [0, 1].
-        options: `bucket_mb`, `wire_dtype`; see `Options`.
+        options: `bucket_mb`, `wire_dtype`, `shared`; see `Options`.
 
     Raises:
         ValueError: β outside [0, 1], a push-sum topology.

@@ -42,7 +42,7 @@ def motef(
         compressor: C, a contraction; a smaller δ needs a smaller γ.
         gamma: γ in (0, 1]; start with about δ, then tune.
         momentum: λ in (0, 1], the weight of the new gradient.
-        options: `bucket_mb`; see `Options`.
+        options: `bucket_mb`, `shared`; see `Options`.
 
     Raises:
         ValueError: as `beer`; λ outside (0, 1].

@@ -29,7 +29,7 @@ def nids(loss_fn: kit.LossFn, optimizer: Any, topology: kit.Topology, **options:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`.
         topology: static and symmetric.
-        options: `bucket_mb`, `wire_dtype`; see `Options`.
+        options: `bucket_mb`, `wire_dtype`, `shared`; see `Options`.
 
     Raises:
         ValueError: a topology that changes with time, or is not symmetric.

@@ -64,7 +64,7 @@ def power_gossip(
         rank: r >= 1, columns of p (at most min(m, n)).
         iterations: rounds per step, >= 1; the paper's default is 1.
         seed: seed of the first directions.
-        options: `bucket_mb`; see `Options`.
+        options: `bucket_mb`, `shared`; see `Options`.
 
     Raises:
         ValueError: a topology that is directed, random or has a start (`until`, `later`), rank or iterations not positive, `wire_dtype`.

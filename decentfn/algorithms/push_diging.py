@@ -59,7 +59,7 @@ def push_diging(
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
         optimizer: a pair `(init, update)`; it sees y.
         topology: any schedule, column-stochastic ones too; one-peer schedules need small learning rates.
-        options: `bucket_mb`, `wire_dtype`; see `Options`.
+        options: `bucket_mb`, `wire_dtype`, `shared`; see `Options`.
     """
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
     late = later(1, topology)

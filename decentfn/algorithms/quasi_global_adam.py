@@ -63,7 +63,7 @@ def quasi_global_adam(
         b2: β₂ in [0, 1).
         eps: ε > 0.
         gradient_weight: c > 0; 1 in the authors' code, `1 - b1` in Adam.
-        options: `bucket_mb`, `wire_dtype`; see `Options`.
+        options: `bucket_mb`, `wire_dtype`, `shared`; see `Options`.
 
     Raises:
         ValueError: β₁ or β₂ outside [0, 1), a push-sum topology.

@@ -60,7 +60,7 @@ def relay_sgd(
         optimizer: a pair `(init, update)`; for relay="gradients" it sees the relayed mean.
         topology: a static tree, such as 'chain' or 'binary-tree'; its weights do not matter.
         relay: the quantity that is relayed.
-        options: `bucket_mb`, `wire_dtype`; see `Options`.
+        options: `bucket_mb`, `wire_dtype`, `shared`; see `Options`.
 
     Raises:
         ValueError: a topology that is not a static undirected tree; a wire dtype with relay="models"; from `init`,

@@ -66,7 +66,7 @@ def slowmo(
             gradient). The parameters do not depend on a constant η, so omit a constant one.
         compressor: C of what is averaged, with error feedback; as for `diloco`.
         error_decay: its decay, in [0, 1].
-        options: `bucket_mb`, `wire_dtype`; see `Options`.
+        options: `bucket_mb`, `wire_dtype`, `shared`; see `Options`.
 
     Raises:
         ValueError: H < 1, α or η not positive, β outside [0, 1], a push-sum topology.

@@ -61,7 +61,7 @@ def sparse_loco(
         outer_learning_rate: α > 0.
         decay: β in [0, 1]; the paper uses 0.95.
         compressor: a replacement for the paper's `chunk_top_k(64, chunk=4096, bits=2)`.
-        options: `bucket_mb`; see `Options`.
+        options: `bucket_mb`, `shared`; see `Options`.
 
     Raises:
         ValueError: H < 1, α not positive, β outside [0, 1], `wire_dtype`; from `init`, unequal parameters.

@@ -42,7 +42,7 @@ def sparta(
         topology: the schedule of mixing matrices, doubly stochastic; `complete` in the paper.
         fraction: p, in (0, 1]; at least one value of a bucket is sent.
         seed: seed of the draws.
-        options: `bucket_mb`, `wire_dtype`; see `Options`.
+        options: `bucket_mb`, `wire_dtype`, `shared`; see `Options`.
 
     Raises:
         ValueError: p outside (0, 1], a push-sum topology.

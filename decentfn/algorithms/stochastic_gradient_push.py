@@ -86,7 +86,7 @@ def stochastic_gradient_push(
         least_delay: smallest delay of a message, 0 to τ; None: all take τ steps. Messages of 0 steps do not overlap.
             Needs a schedule without group averages.
         seed: seed of the delays.
-        options: `bucket_mb`, `wire_dtype`; see `Options`.
+        options: `bucket_mb`, `wire_dtype`, `shared`; see `Options`.
 
     Raises:
         ValueError: rounds or delays out of range, a delay with a self-weight of 0, or delays of group averages that

@@ -76,7 +76,7 @@ def streaming_diloco(
         outer_momentum: β in [0, 1], Nesterov's.
         compressor: C of what is averaged, with error feedback; as for `diloco`.
         error_decay: its decay, in [0, 1].
-        options: `bucket_mb`, `wire_dtype`; see `Options`.
+        options: `bucket_mb`, `wire_dtype`, `shared`; see `Options`.
 
     Raises:
         ValueError: a hyperparameter outside its range; from `init`, a narrow `wire_dtype` and unequal parameters.
