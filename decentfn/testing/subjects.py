@@ -33,7 +33,8 @@ class Law(NamedTuple):
 
     name: str
     quantity: Callable[[Any, Topology, int], list[Tensor]]
-    """`(stacked state, topology, steps taken) -> [D] float64` for each bucket of the parameters."""
+    """`(stacked state, topology, steps taken) -> [D] float64` for each bucket of the parameters: of `state.memory.m`, say,
+    `lambda state, topology, t: [b.double().mean(0) for b in state.memory.m]`."""
     with_gradients: bool = False
     """True if it also holds while workers follow their gradients."""
 
