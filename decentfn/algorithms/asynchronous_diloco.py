@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms import asynchronous_gradient_push as push
+from decentfn.algorithms import mail as mails
 from decentfn.algorithms.outer import after_steps
 from decentfn.comm import collectives
 
@@ -34,7 +34,7 @@ from decentfn.comm import collectives
 class Memory(NamedTuple):
     """Memory of one worker."""
 
-    mail: push.Memory  # w, and in the simulator what is in flight
+    mail: mails.Memory  # w, and in the simulator what is in flight
     d: kit.Buckets  # progress since the last outer step, wide
     b: kit.Buckets  # outer momentum, wide
     averaged = ("d", "b")  # over the workers, by df.resize
@@ -79,7 +79,7 @@ def asynchronous_diloco(
     kit.require_positive("asynchronous_diloco", outer_learning_rate=outer_learning_rate)
     kit.require_fractions("asynchronous_diloco", outer_momentum=outer_momentum)
     schedule = after_steps(inner_steps, topology)
-    mail = push.Mail("asynchronous_diloco", worker, schedule)
+    mail = mails.Mail("asynchronous_diloco", worker, schedule)
     rate = kit.as_input("asynchronous_diloco", "outer_learning_rate", outer_learning_rate)
     momentum = kit.as_input("asynchronous_diloco", "outer_momentum", outer_momentum)
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from decentfn.algorithms.asynchronous_gradient_push import Memory, with_mail
+from decentfn.algorithms.mail import Memory, with_mail
 from decentfn.comm import collectives
 from decentfn.core import trees
 from decentfn.core.arguments import checks_numbers, require

@@ -19,6 +19,7 @@ from decentfn.testing.ranks import on_kept_ranks
 from decentfn.train.checkpoint import files, manifest
 from decentfn.train.checkpoint.layout import leaves_of
 from tests.contract import ROWS
+from tests.run.within_worker import Tied
 
 N = 4
 
@@ -298,16 +299,6 @@ def test_numbers_from_torchs_generator_go_on(tmp_path):
     torch.manual_seed(4)
     df.checkpoint.restore(tmp_path, state)
     assert torch.initial_seed() == expected[0] and torch.equal(torch.rand(4), expected[1])
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.norm, self.head = nn.Embedding(7, 4), nn.BatchNorm1d(4), nn.Linear(4, 7, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens):
-        return self.head(self.norm(self.embed(tokens)))
 
 
 def test_the_consensus_mean_is_exported_for_load_state_dict_and_comes_back(tmp_path):

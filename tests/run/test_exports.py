@@ -15,19 +15,7 @@ from torch.distributed.tensor import DTensor
 import decentfn as df
 from decentfn.core import trees
 from decentfn.testing.ranks import on_kept_ranks
-from tests.run.within_worker import ALL_KINDS, Hidden, Network, workers
-
-
-class Tied(nn.Module):
-    """A tied weight, a buffer, and a linear layer that `torch.compile` wraps in one of the tests."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.norm, self.head = nn.Embedding(7, 4), nn.BatchNorm1d(4), nn.Linear(4, 7, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens):
-        return self.head(self.norm(self.embed(tokens)))
+from tests.run.within_worker import ALL_KINDS, Hidden, Network, Tied, workers
 
 
 @pytest.fixture

@@ -40,6 +40,18 @@ def workers(size=2):
     df.init(processes_per_worker=1)
 
 
+class Tied(nn.Module):
+    """A tied weight, a buffer, and a linear layer that `torch.compile` wraps in one of the tests."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(7, 4), nn.BatchNorm1d(4), nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(self.norm(self.embed(tokens)))
+
+
 class Network(nn.Module):
     """Five rows over two shards are three and two, one row is one and none; a tied weight, a frozen one and a buffer."""
 

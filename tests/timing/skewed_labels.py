@@ -13,7 +13,7 @@ import torch
 
 import decentfn as df
 from decentfn import kit
-from decentfn.algorithms.asynchronous_gradient_push import Mail
+from decentfn.algorithms.mail import Mail
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -1,0 +1,126 @@
+"""Building blocks of algorithms whose workers wait for nobody: push-sum with the mail that has arrived.
+
+A worker's mass, and in the simulator its messages in flight, are its `Memory`; `Mail` takes and offers by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from decentfn import kit
+from decentfn.comm import collectives, gossip
+from decentfn.core.arguments import require
+from decentfn.core.buckets import loose
+from decentfn.timing import LEAST_MASS
+
+_SAMPLED = 64
+"""Rounds of a schedule whose self-weights are checked."""
+
+
+class Memory(NamedTuple):
+    """Memory of one worker."""
+
+    weight: Tensor  # w, 0-d float64
+    ring: collectives.Ring  # its messages in flight in the simulator; ranks have them in their mailboxes
+
+    def restart(self, x: kit.Buckets) -> Memory:
+        """Keep all mass, also that in flight in the simulator, and give it the new parameters."""
+        boxes = tuple(b.to(box.dtype).expand_as(box).clone() for b, box in zip(x, self.ring.values, strict=True))
+        return self._replace(ring=self.ring._replace(values=boxes))
+
+
+class Mail:
+    """Mail of an algorithm whose workers wait for nobody: parameters z with a share of their mass, on `schedule`.
+
+    Raises:
+        ValueError: the worker's topology averages in groups or has a self-weight of 0; the worker has `shared` parameters, is
+            several processes, or agrees on a loss scale. `call` is the algorithm's name.
+    """
+
+    def __init__(self, call: str, worker: kit.Worker, schedule: kit.Topology) -> None:
+        _check(call, worker.topology, worker)
+        self._worker, self._schedule = worker, schedule
+
+    def start(self, z: kit.Buckets) -> Memory:
+        """Return a worker's first memory: mass 1, and nothing in flight."""
+        is_simulated = collectives.world().size < self._schedule.num_workers
+        places, w = int(is_simulated), torch.ones((), dtype=torch.float64, device=z[0].device)
+        values, shares = self._sent(z), w.new_zeros((places, self._schedule.slots))
+        to = torch.full_like(shares, -1, dtype=torch.int64)
+        return Memory(w, collectives.Ring(tuple(x.new_zeros((places, len(x))) for x in values), shares, to))
+
+    def _sent(self, z: kit.Buckets) -> list[Tensor]:
+        wire = self._worker.wire_dtype
+        return [gossip.narrow(b, plan.dtype, wire) for b, plan in zip(z, z.plan.buckets, strict=True)]
+
+    def take(self, z: kit.Buckets, memory: Memory, t: Tensor) -> tuple[kit.Buckets, Memory]:
+        """Return z and the memory with the mail that has arrived before own step `t`."""
+        sums, mass = collectives.take(list(z), memory.ring, self._schedule, t)
+        z, w = with_mail(z, memory.weight, sums, mass)
+        return z, memory._replace(weight=w)
+
+    def offer(self, z: kit.Buckets, memory: Memory, t: Tensor) -> tuple[kit.Buckets, Memory]:
+        """Offer z at the end of own step `t`; return it, and the memory with the mass that stays."""
+        w = memory.weight
+        # Drop bad values together with their mass: a worker without mass sends nothing, and takes the next mail as it is.
+        *values, w = kit.unless_bad(loose([*z, w[None]]), lambda: kit.each(torch.zeros_like, loose([*z, w[None]])))
+        z, w, sent = kit.Buckets(values, z.plan), w[0], self._sent(kit.Buckets(values, z.plan))
+        given, ring = collectives.offer(sent, w, memory.ring, self._schedule, t)
+        w = w - given
+        if self._worker.wire_dtype is not None:  # what rounding takes from the messages stays here
+            z = kit.each(lambda b, q: b + (given / w).to(b.dtype) * (b - q.to(b.dtype)), z, kit.Buckets(sent, z.plan))
+        return z, Memory(w, ring)
+
+    def algorithm(
+        self,
+        step: Callable[[kit.State, kit.PyTree, Tensor], tuple[kit.State, kit.Metrics]],
+        start: Callable[[kit.Buckets], Any],
+        schedules: tuple[kit.Topology, ...] = (),
+    ) -> kit.Algorithm:
+        """Return the algorithm of this step and first memory, whose `init` opens the mailbox."""
+        made = self._worker.algorithm(
+            step, start, topology=self._schedule, push_sum=True, own_steps=True, schedules=schedules
+        )
+
+        def init(params: kit.PyTree, buffers: kit.PyTree = None) -> kit.State:
+            state = made.init(params, buffers)
+            collectives.open_mailbox(self._schedule, self._sent(state.params))
+            return state
+
+        return made._replace(init=init)
+
+
+def with_mail(z: kit.Buckets, w: Tensor, sums: list[Tensor], mass: Tensor) -> tuple[kit.Buckets, Tensor]:
+    """Return z and w after mail of `mass`, `sums` its differences from z times their mass, so equal values stay."""
+    total = w + mass
+    divisor = kit.once(total.clamp(min=LEAST_MASS))  # less is none, after bad values, and then no mail has come
+    return kit.each(lambda b, s: (b + s / divisor.to(s.dtype)).to(b.dtype), z, kit.Buckets(sums, z.plan)), total
+
+
+def _check(call: str, topology: kit.Topology, worker: kit.Worker) -> None:
+    if topology.has_groups:
+        raise ValueError(
+            f"{call}: {topology.name!r} averages in groups, for which all of a group wait; use a schedule of messages, such as "
+            "'one-peer-exp'."
+        )
+    smallest = min(float(topology.round(t).weights[:, 0].min()) for t in topology.steps(_SAMPLED))
+    if not smallest > 0:
+        raise ValueError(
+            f"{call}: {topology.name!r} has a self-weight of {smallest:g}, so a worker would give all of its mass away and have "
+            "no weight to divide by; use a topology with positive self-weights."
+        )
+    rule = "mail carries all parameters; leave it out, or use stochastic_gradient_push."
+    require(worker.shared is None, call, rule, shared=worker.shared)
+    if worker.within_worker.processes > 1:
+        raise ValueError(
+            f"{call}: a worker of {worker.within_worker.processes} processes, which would take different mail; each worker is "
+            "one process."
+        )
+    if worker.scaling is not None and worker.scaling.agree:
+        raise ValueError(
+            f"{call}: df.dynamic_loss_scale(agree=True) needs all workers in the same step; pass agree=False, so each worker has its own scale."
+        )
