@@ -293,7 +293,7 @@ class _Survivor:
 
     def _leave(self, here: World) -> None:
         """End this generation here, so that nobody waits for this process in it."""
-        here.session.tell(None, timed_out=False)
+        here.session.note_failure(None, timed_out=False)
         here.hang_up()
 
     def _agree(self, here: World, t: int, repeats: bool, error: RunError | None) -> Decision:

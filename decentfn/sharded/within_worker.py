@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentfn.comm.collectives import World, all_processes, met, named_outside, world
+from decentfn.comm.collectives import World, all_processes, met, outside_error, world
 from decentfn.core.scalars import operator
 from decentfn.errors import RunError, StepMismatch
 from decentfn.torch_private import inductor
@@ -73,7 +73,7 @@ def _begun(here: World, what: str, x: Tensor, processes: int | None = None) -> I
     except RunError:
         raise
     except RuntimeError as error:
-        raise named_outside(here, what, error, listens=False) from error
+        raise outside_error(here, what, error, listens=False) from error
 
 
 operator(

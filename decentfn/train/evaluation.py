@@ -195,7 +195,7 @@ def _together(metric: ShardedLoss) -> Callable[..., Any]:
             return metric(*arguments)
         except Exception as error:
             sharded.leave(metric.module)
-            if not collectives.is_lost(error):
+            if not collectives.is_peer_lost(error):
                 raise
             here = collectives.all_processes().rank
             raise PeerLost(f"the module lost another process of its worker: {error}", process=here) from error

@@ -123,7 +123,7 @@ class Stop:
                 if os.environ.get("LOCAL_RANK", "0") == "0":
                     self._mark()
             elif error is not None:
-                self._world.session.tell(
+                self._world.session.note_failure(
                     None, timed_out=False
                 )  # before a wait that `hang_up` ends is told as a timeout
                 self._world.hang_up()

@@ -2,6 +2,7 @@
 
 from decentfn.comm.collectives.arrivals import Ring, addressed, offer, own_step, sum_of_mail, take
 from decentfn.comm.collectives.channels import Channels, close
+from decentfn.comm.collectives.failures import is_peer_lost, outside_error
 from decentfn.comm.collectives.hooks import Hooks
 from decentfn.comm.collectives.identity import Identity
 from decentfn.comm.collectives.lookup import Row, look_up, on_device, refuse_size, resting, rests
@@ -30,6 +31,5 @@ from decentfn.comm.collectives.outside import (
     process_broadcast,
     process_mean,
 )
-from decentfn.comm.collectives.reports import is_lost, named_outside
 from decentfn.comm.collectives.session import Board, Session
 from decentfn.comm.collectives.world import World

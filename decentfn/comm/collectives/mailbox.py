@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from decentfn.comm.collectives.channels import close
+from decentfn.comm.collectives.failures import brief_reason
 from decentfn.comm.collectives.membership import world
 from decentfn.comm.collectives.outside import gather_objects
-from decentfn.comm.collectives.reports import brief_reason
 from decentfn.comm.collectives.world import World
 from decentfn.core.buckets import wide
 from decentfn.topologies import Topology

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from decentfn.comm.collectives.failures import has_timed_out, lost_message_error, step_mismatch
 from decentfn.comm.collectives.identity import Identity
 from decentfn.comm.collectives.membership import world
-from decentfn.comm.collectives.reports import different_steps, has_timed_out, report
 from decentfn.comm.collectives.session import TAGS, Call, Lost, Part, Session
 from decentfn.comm.collectives.world import World
 from decentfn.core.context import context
@@ -65,7 +65,7 @@ def whole_step(t: int, *, donated: bool = False) -> Iterator[World]:
     if session.in_flight:
         _drain(session, session.before)
     if session.lost is not None and identity.size > 1:
-        named = report(here, session.lost, next_step=t + 1 if donated else t)
+        named = lost_message_error(here, session.lost, next_step=t + 1 if donated else t)
         session.cut(f"step t={t}", named)
         raise named from session.lost.error
     for hook in here.hooks:
@@ -104,7 +104,7 @@ def lose(here: World, call: Call, error: Exception, peer: int | None = None, slo
         session.lose(lost, timed_out=has_timed_out(error))
         here.hang_up()
     if not session.is_running:
-        named = report(here, lost)
+        named = lost_message_error(here, lost)
         session.cut(f"step t={call.step}", named)
         raise named from error
 
@@ -184,7 +184,7 @@ def reduce(here: World, call: Call, x: Tensor, own: Tensor | None, ranks: list[i
     except RuntimeError as error:
         return lose(here, call, error, call.parts[0].rank)
     if other is not None:
-        return lose(here, call, different_steps(here, call, call.step, *other), other[0])
+        return lose(here, call, step_mismatch(here, call, call.step, *other), other[0])
     share, place = round(2 * len(others) / len(ranks) * x.nbytes), ranks.index(here.identity.rank)
     for counted in here.counters:  # in a ring
         counted.add(here.identity, [ranks[(place + 1) % len(ranks)]], bytes_sent=share)

@@ -31,10 +31,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from decentfn.comm.collectives.failures import lost_message_error, step_mismatch
 from decentfn.comm.collectives.lookup import Found, Row
 from decentfn.comm.collectives.membership import world
 from decentfn.comm.collectives.messages import land, lose, reduce, send
-from decentfn.comm.collectives.reports import different_steps, report
 from decentfn.comm.collectives.session import Call
 from decentfn.comm.collectives.world import World
 from decentfn.core.context import context
@@ -122,10 +122,10 @@ def _post_kernel(x: Tensor, handle: Tensor, t: Tensor, good: Tensor | None, is_m
     topology, number, _ = here.session.rounds.get((id(handle), id(t))) or Found.of(here, handle, t)
     what = "group_mean" if is_mean else "exchange"
     if here.session.lost is not None and not here.session.is_running:
-        raise report(here, here.session.lost)
+        raise lost_message_error(here, here.session.lost)
     call, different = here.session.call(what, number, local)
     if different is not None:  # another rank has made this call at another step
-        lose(here, call, different_steps(here, call, call.step, *different), different[0])
+        lose(here, call, step_mismatch(here, call, call.step, *different), different[0])
     peers = topology.peers(number)
     if is_mean:
         _post_mean(here, call, peers.members or [], x)

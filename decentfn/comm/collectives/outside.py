@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
+from decentfn.comm.collectives.failures import has_timed_out, outside_error
 from decentfn.comm.collectives.membership import all_processes, world
-from decentfn.comm.collectives.reports import has_timed_out, named_outside
 from decentfn.comm.collectives.session import Session
 from decentfn.comm.collectives.world import World
 from decentfn.core.context import context
@@ -119,7 +119,7 @@ def _failed(here: World, call: str, error: RuntimeError) -> RunError:
     session = here.gossip.session
     was_whole = session.is_whole
     _end(here, call, error)
-    named = named_outside(here, call, error, listens=True)
+    named = outside_error(here, call, error, listens=True)
     if was_whole and not session.is_running:
         named.next_step = None if named.step is None else named.step + 1
     session.cut(call, named)
@@ -129,7 +129,7 @@ def _failed(here: World, call: str, error: RuntimeError) -> RunError:
 def _end(here: World, call: str, error: BaseException) -> None:
     """End the exchanges of this process and notify the others, which stop waiting for it."""
     session = here.gossip.session
-    session.tell(None, timed_out=has_timed_out(error), outside=call)
+    session.note_failure(None, timed_out=has_timed_out(error), outside=call)
     here.gossip.hang_up()
     session.cut(call, error)
 

@@ -140,11 +140,11 @@ class Session:
     def lose(self, lost: Lost, *, timed_out: bool) -> None:
         """Record the first lost message, and notify the others."""
         self.lost = lost
-        self.tell(lost.peer, timed_out=timed_out)
+        self.note_failure(lost.peer, timed_out=timed_out)
 
-    def tell(self, peer: int | None, *, timed_out: bool, outside: str | None = None) -> None:
+    def note_failure(self, peer: int | None, *, timed_out: bool, outside: str | None = None) -> None:
         """Notify the others that a call of this rank has failed, in which it waited for this peer."""
-        self.board.tell(FailureNote(self.board.rank, self.calls, list(self.board.steps), peer, timed_out, outside))
+        self.board.write(FailureNote(self.board.rank, self.calls, list(self.board.steps), peer, timed_out, outside))
 
     def different(self, note: FailureNote) -> tuple[int, int, int] | None:
         """Return this rank's step in the last common call, the other rank, and its step; None if the steps agree."""
@@ -249,7 +249,7 @@ class Board:
         except RuntimeError as error:
             return self._lose(error)
 
-    def tell(self, note: FailureNote) -> None:
+    def write(self, note: FailureNote) -> None:
         """Leave a note about a failed call."""
         self._ask(lambda store: store.append("failed", json.dumps(note) + "\n"))
 
@@ -257,7 +257,7 @@ class Board:
         """Return True if a call of any rank has failed."""
         return bool(self._ask(lambda store: store.check(["failed"])))
 
-    def told(self) -> dict[int, FailureNote]:
+    def notes(self) -> dict[int, FailureNote]:
         """Return the others' first notes, by rank."""
         lines = (self._ask(lambda store: store.get("failed")) or b"").decode().splitlines()
         notes = [FailureNote(*json.loads(line)) for line in reversed(lines)]

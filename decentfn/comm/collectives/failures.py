@@ -1,4 +1,4 @@
-"""Reports of lost messages: worker, step, peer and slot, and the cause."""
+"""Errors that name a failure: the worker, step, peer and slot of a lost message, and the cause."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def has_timed_out(error: BaseException) -> bool:
     return "imed out" in str(error) or "imeout" in str(error)
 
 
-def is_lost(error: Exception) -> bool:
+def is_peer_lost(error: Exception) -> bool:
     """Return True if an error, possibly from PyTorch's own collectives, means that another process is gone or late."""
     from_torch = isinstance(error, RuntimeError) and any(name in str(error) for name in ("gloo", "NCCL"))
     return from_torch or isinstance(error, (ExchangeTimeout, PeerLost))
 
 
-def different_steps(
+def step_mismatch(
     here: World, call: Call, mine: int, rank: int, theirs: int, number: int = 0, nbytes: int = 0
 ) -> StepMismatch:
     """Build the error for a rank at another step; or at the same step, but in another call or with a larger message."""
@@ -42,7 +42,7 @@ def different_steps(
     )
 
 
-def report(here: World, lost: Lost, next_step: int | None = None) -> RunError:
+def lost_message_error(here: World, lost: Lost, next_step: int | None = None) -> RunError:
     """Build the error for a lost message, with the others' notes; `next_step`: the next one for the user's state."""
     error = _named(here, lost)
     error.next_step = next_step
@@ -56,7 +56,7 @@ def report(here: World, lost: Lost, next_step: int | None = None) -> RunError:
     return error
 
 
-def named_outside(here: World, call: str, error: RuntimeError, *, listens: bool) -> RunError:
+def outside_error(here: World, call: str, error: RuntimeError, *, listens: bool) -> RunError:
     """Convert PyTorch's error to this library's, which states the failed call and, if it `listens`, the others' notes."""
     gossip = here.gossip
     # Those that this process waited for tell it: all, or all but one.
@@ -92,7 +92,7 @@ def _heard(here: World, is_enough: Callable[[dict[int, FailureNote]], object]) -
     """Return the others' notes; wait for them briefly, until they are enough."""
     end = time.monotonic() + _PATIENCE_S * here.loss_is_final
     while (
-        not is_enough(notes := here.session.board.told())
+        not is_enough(notes := here.session.board.notes())
         and here.session.board.store is not None
         and time.monotonic() < end
     ):
@@ -114,7 +114,7 @@ def _named(here: World, lost: Lost) -> RunError:
 
     notes = _heard(here, lambda notes: at_other_steps(notes) or others <= notes.keys() | _dead(lost, notes))
     if different := at_other_steps(notes):
-        return different_steps(here, call, *different[0])
+        return step_mismatch(here, call, *different[0])
     if isinstance(lost.error, StepMismatch):
         return lost.error
     peer, why = _blamed(here, lost, notes)
