@@ -38,7 +38,7 @@ from decentfn.core.buckets import (
 from decentfn.core.scalars import once
 from decentfn.core.trees import PyTree
 from decentfn.gradient import Gradient, LossFn, Weight
-from decentfn.kit.agreement import algorithm
+from decentfn.kit.decorator import algorithm
 from decentfn.kit.options import Options
 from decentfn.kit.preconditions import (
     as_input,
