@@ -25,8 +25,8 @@ from decentfn.errors import PeerLost, RunError
 from decentfn.gradient.evaluation import swapping
 from decentfn.gradient.loss import WrappedLoss, is_pair, takes
 from decentfn.gradient.module import ModuleLoss, ShardedLoss
+from decentfn.train.collective_calls import on_all
 from decentfn.train.consensus import consensus_buffers, consensus_mean, is_stacked, require_sharded_alike, to_evaluate
-from decentfn.train.together import together
 
 _Replica = tuple[PyTree, PyTree]
 _Count = Callable[[Any], int]
@@ -114,7 +114,7 @@ def _of_workers(
         metric = metric.loss_fn
     require_sharded_alike(f"{call}(metric={brief(metric)})", plan, is_sharded=isinstance(metric, ShardedLoss))
     # Sum in one order, for the same result on every rank.
-    told = together(call, _sums, call, metric, replicas, batches, samples, plan.is_sharded)
+    told = on_all(call, _sums, call, metric, replicas, batches, samples, plan.is_sharded)
     size = collectives.processes_per_worker()
     names = sorted({name for its in told for of in its for name in of})
     if not names:

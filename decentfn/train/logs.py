@@ -20,8 +20,8 @@ from decentfn.comm import collectives
 from decentfn.core.arguments import at_least
 from decentfn.core.formatting import brief
 from decentfn.kit.state import Metrics
+from decentfn.train.collective_calls import make_directory, on_first, one_path
 from decentfn.train.consensus import consensus_distance, gather, mean
-from decentfn.train.together import make_directory, on_first, one_path
 
 __all__ = ["JSONLines", "read"]
 

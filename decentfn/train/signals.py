@@ -22,7 +22,7 @@ from torch import Tensor
 from decentfn.comm import collectives
 from decentfn.core.arguments import at_least
 from decentfn.errors import RunError
-from decentfn.train.together import as_path, make_directory
+from decentfn.train.collective_calls import as_path, make_directory
 
 _log = logging.getLogger("decentfn")
 

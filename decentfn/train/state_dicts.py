@@ -15,6 +15,7 @@ from decentfn.core.arguments import checks_numbers
 from decentfn.core.formatting import brief
 from decentfn.gradient.parameter_swap import entries_of, lock_of_module, weights
 from decentfn.kit.state import State
+from decentfn.train.collective_calls import on_all
 from decentfn.train.consensus import (
     buffers,
     consensus_buffers,
@@ -24,7 +25,6 @@ from decentfn.train.consensus import (
     require_sharded_alike,
     with_params,
 )
-from decentfn.train.together import together
 
 _WRAPPED = "module."
 """What DistributedDataParallel and DataParallel put before every name."""
@@ -165,7 +165,7 @@ def _shards(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Tenso
     own = module.state_dict(keep_vars=True)
     has_it = collectives.all_processes().process == 0
     check = _require_fit if has_it else lambda *_: None
-    together("load_state_dict(module, state, state_dict)", check, module, own, state_dict)
+    on_all("load_state_dict(module, state, state_dict)", check, module, own, state_dict)
     wanted = {name: x for name, x in own.items() if isinstance(x, torch.Tensor)}
     parts = sharded.sharded((x, state_dict[name] if has_it else None) for name, x in wanted.items())
     # The last name of a tied tensor counts.

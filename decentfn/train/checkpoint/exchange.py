@@ -20,8 +20,8 @@ from decentfn.errors import CheckpointCorrupt
 from decentfn.kit.state import State
 from decentfn.train.checkpoint import files
 from decentfn.train.checkpoint.layout import DTYPES, encoded
+from decentfn.train.collective_calls import as_path, on_all, on_first
 from decentfn.train.state_dicts import state_dict, state_dict_in_place, without_compiled
-from decentfn.train.together import as_path, on_first, together
 
 
 @collectives.calling("df.checkpoint.export(path, module, state)", of_state=True)
@@ -54,7 +54,7 @@ def export(path: str | Path, module: nn.Module, state: State, *, format: str = "
     named, own = state_dict_in_place(module, state), module.state_dict(keep_vars=True)
     temporary = Path(on_first("export", _begin_directory, path))
     try:
-        together("export", _write_shards, temporary, named, own)
+        on_all("export", _write_shards, temporary, named, own)
         on_first("export", files.publish, temporary, path)
     finally:
         if collectives.all_processes().rank == 0:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from decentfn.errors import CheckpointCorrupt
-from decentfn.train.together import as_path
+from decentfn.train.collective_calls import as_path
 
 FORMAT = 3
 """Newest format: 3 with frozen buffers left out, 2 with several processes per worker, otherwise 1."""

@@ -34,9 +34,9 @@ from decentfn.train.checkpoint.layout import (
     place,
     places_in,
 )
+from decentfn.train.collective_calls import on_all, on_first, one_path
 from decentfn.train.consensus import is_stacked
 from decentfn.train.resizing import resized, stacked
-from decentfn.train.together import on_first, one_path, together
 
 _log = logging.getLogger("decentfn")
 
@@ -78,8 +78,8 @@ def restore(source: str | Path, state: Any) -> Restored:
     while (found := on_first("restore", _newest, source, list(skipped))) is not None:
         read: list[tuple[Restored, dict[str, Tensor], int]] = []
         try:
-            together("restore", _verify_share, Path(found), state)
-            together("restore", lambda path=Path(found), read=read: read.append(_read(path, state)))
+            on_all("restore", _verify_share, Path(found), state)
+            on_all("restore", lambda path=Path(found), read=read: read.append(_read(path, state)))
         except CheckpointCorrupt as error:
             if found == str(source):
                 raise

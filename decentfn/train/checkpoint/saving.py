@@ -37,7 +37,7 @@ from decentfn.train.checkpoint.layout import (
     local_workers,
     place,
 )
-from decentfn.train.together import make_directory, on_first, one_path, together
+from decentfn.train.collective_calls import make_directory, on_all, on_first, one_path
 
 _log = logging.getLogger("decentfn")
 
@@ -102,7 +102,7 @@ class Saver:
         keep: int | None = 3,
         frozen: Collection[str] = (),
     ) -> None:
-        self._config = together("Saver", _arguments, keep, config)[collectives.all_processes().rank]
+        self._config = on_all("Saver", _arguments, keep, config)[collectives.all_processes().rank]
         self.directory = one_path("Saver(directory)", directory)
         self._keep, self._frozen = keep, frozen
         self._lock = FileLock(self.directory / "lock")  # the system releases it when the process ends
@@ -128,7 +128,7 @@ class Saver:
     def _follow(self) -> None:
         """Reconnect after a loss or a join (`df.survive`); a checkpoint of earlier workers is done by then, or will not be."""
         if self._changes != collectives.all_processes().changes:
-            together("Saver.save", self._settle)
+            on_all("Saver.save", self._settle)
             self._let_go()
             self._connect()
 
@@ -220,7 +220,7 @@ class Saver:
             require(now >= self._last, "save", rule, step=now)
             return self._started > 0 or self.directory.resolve() in files.own
 
-        if not any(together("save", make)) and self._found:
+        if not any(on_all("save", make)) and self._found:
             raise ValueError(
                 f"save(state, step={made[0].about['step']}): {self.directory} holds checkpoints of steps {min(self._found)} to "
                 f"{max(self._found)}, and this process neither restored nor saved one of them, so they are another run's; "
@@ -314,7 +314,7 @@ def _number(score: Any) -> float | None:
 def _write(directory: Path, content: _Content, keep: int | None) -> Path:
     temporary = Path(on_first("save", _begin, directory, content.about["step"]))
     try:
-        told = together("save", _write_own, temporary, content)
+        told = on_all("save", _write_own, temporary, content)
         return Path(on_first("save", _finish, directory, temporary, told, keep))
     except BaseException:
         if collectives.all_processes().rank == 0:

@@ -16,7 +16,7 @@ _KINDS: dict[str, type[Exception]] = {
 """Kinds of errors that the other processes raise too; the first match counts."""
 
 
-def together(call: str, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+def on_all(call: str, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Call `function(*arguments)` on every process and return all results by rank, after a JSON round trip. Collective.
 
     Raises on every process the first error, in its kind (`_KINDS`) or as a RunError; one that is not merely the loss of
@@ -37,8 +37,8 @@ def together(call: str, function: Callable[..., Any], *arguments: Any) -> list[A
 
 
 def on_first(call: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call `function(*arguments)` on process 0; return its result on all. Collective; raises as `together`."""
-    return together(call, function if collectives.all_processes().rank == 0 else lambda *_: None, *arguments)[0]
+    """Call `function(*arguments)` on process 0; return its result on all. Collective; raises as `on_all`."""
+    return on_all(call, function if collectives.all_processes().rank == 0 else lambda *_: None, *arguments)[0]
 
 
 def as_path(call: str, path: Any) -> Path:
@@ -58,7 +58,7 @@ def make_directory(path: Path, mode: int = 0o777) -> None:
 
 def one_path(call: str, path: Any) -> Path:
     """Return the path if all processes pass the same, or raise ValueError on all. Collective."""
-    told = together(call, lambda: str(as_path(call, path)))
+    told = on_all(call, lambda: str(as_path(call, path)))
     for rank, its in enumerate(told):
         if its != told[0]:
             raise ValueError(
