@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from decentfn.timing import Cluster
-from decentfn.timing.messages import messages_of
+from decentfn.timing.network import messages_of
 from decentfn.topologies import Topology
 
 _SAMPLED = 64

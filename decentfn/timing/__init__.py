@@ -2,7 +2,7 @@
 
 from decentfn.timing.clock import Clock, Exchange, Merges, Timeline, clock
 from decentfn.timing.cluster import Cluster, Link
-from decentfn.timing.messages import Links
+from decentfn.timing.network import Links
 from decentfn.timing.replay import LEAST_MASS, Offered, Replay, filled_up, shares_of
 from decentfn.timing.trace import Trace, schedule_name
 

@@ -15,7 +15,7 @@ import numpy as np
 from decentfn.core import draws
 from decentfn.core.arguments import array, at_least, checks_numbers, require
 from decentfn.timing.cluster import Cluster
-from decentfn.timing.messages import Links, Messages, Network, messages_of, together
+from decentfn.timing.network import Links, Messages, Network, group_maximum, messages_of
 from decentfn.timing.own_steps import own_steps
 from decentfn.timing.trace import Trace
 from decentfn.topologies import Topology
@@ -170,10 +170,10 @@ class Clock:
                 known[place] = self.travels(exchange, t)
             (m, lasts), done = known[place], self.after(now, compute)
             ready = np.maximum(self.after(now, exchange.begins * compute), free)
-            leave = together(m, np.maximum(ready[m.senders], ready[m.receivers]))
+            leave = group_maximum(m, np.maximum(ready[m.senders], ready[m.receivers]))
             ends = leave + lasts
             if exchange.parts > 1:
-                last = together(m, np.maximum(done[m.senders], done[m.receivers])) + lasts / exchange.parts
+                last = group_maximum(m, np.maximum(done[m.senders], done[m.receivers])) + lasts / exchange.parts
                 ends = np.maximum(ends, last)
             if k < 1000:
                 travels.append(np.stack([m.senders, m.receivers, leave, ends], 1))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from decentfn.timing.messages import messages_of
+from decentfn.timing.network import messages_of
 from decentfn.timing.replay import LEAST_MASS, shares_of
 from decentfn.timing.trace import Event, Trace, schedule_name
 from decentfn.topologies import Topology

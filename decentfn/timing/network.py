@@ -150,7 +150,7 @@ class Network:
         )
         if self.pairs is not None:
             longest = np.maximum(longest, loads / self.pairs[m.senders, m.receivers])
-        return together(m, np.where(m.payloads > 0, longest + m.rounds * self.latencies(m), 0.0))
+        return group_maximum(m, np.where(m.payloads > 0, longest + m.rounds * self.latencies(m), 0.0))
 
     def alone(self, m: Messages, nbytes: float) -> np.ndarray:
         """Return how long each message occupies its interfaces if nothing shares them, without its latency."""
@@ -161,7 +161,7 @@ class Network:
         return m.payloads * nbytes / np.where(m.are_away, 1, self.shards) / rates
 
 
-def together(m: Messages, values: np.ndarray) -> np.ndarray:
+def group_maximum(m: Messages, values: np.ndarray) -> np.ndarray:
     """Replace the values of a group's messages by their maximum."""
     most = np.full(len(m.senders) and m.group.max() + 2, -np.inf)
     np.maximum.at(most, m.group + 1, values)
