@@ -149,7 +149,7 @@ def telling(state: df.State, metrics: df.Metrics, directory: Path) -> None:
 
 
 def planning(state: df.State, topology: df.Topology) -> None:
-    plan: df.planning.Plan = df.plan(df.planning.Cluster(4, df.planning.Link(1.0)), 1000, compute_seconds=0.1)
+    plan: df.planning.Recommendation = df.plan(df.planning.Cluster(4, df.planning.Link(1.0)), 1000, compute_seconds=0.1)
     assert_type(plan.recommended.seconds, float)
     with df.profiling.communication() as counted:
         pass

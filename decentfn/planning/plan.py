@@ -32,7 +32,7 @@ _ENOUGH = 0.05
 """Spectral gap per step below which a schedule hardly mixes."""
 
 
-class Plan(NamedTuple):
+class Recommendation(NamedTuple):
     """Predictions for one cluster."""
 
     predictions: list[Prediction]
@@ -56,7 +56,7 @@ def plan(
     sent: float = 1.0,
     inner_steps: int = 64,
     topologies: Sequence[Topology] | None = None,
-) -> Plan:
+) -> Recommendation:
     """Predict a step of DDP, HSDP, (streaming) DiLoCo, asynchronous gradient push, and of gossip on each topology.
 
     Links are shared fairly and nothing else uses them; a step's computation is the same on all workers. Messages of
@@ -107,7 +107,7 @@ def plan(
         faster = {way: _best(_ranked(*these, sent, inner_steps, None))[0].seconds / best.seconds for way, these in ways}
         said = [f"{share:.2f} with {way}" for way, share in faster.items() if share < 0.95]
         reason += f" Of this step's time remain {', '.join(said)}." if said else ""
-    return Plan(found, best, schedule, reason)
+    return Recommendation(found, best, schedule, reason)
 
 
 def _other_ways(work: Work, cluster: Cluster, sent: float) -> list[tuple[str, tuple[Work, Cluster]]]:
