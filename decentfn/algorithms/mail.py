@@ -115,9 +115,9 @@ def _check(call: str, topology: kit.Topology, worker: kit.Worker) -> None:
         )
     rule = "mail carries all parameters; leave it out, or use stochastic_gradient_push."
     require(worker.shared is None, call, rule, shared=worker.shared)
-    if worker.within_worker.processes > 1:
+    if worker.partition.processes > 1:
         raise ValueError(
-            f"{call}: a worker of {worker.within_worker.processes} processes, which would take different mail; each worker is "
+            f"{call}: a worker of {worker.partition.processes} processes, which would take different mail; each worker is "
             "one process."
         )
     if worker.scaling is not None and worker.scaling.agree:

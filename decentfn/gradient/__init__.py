@@ -3,13 +3,13 @@
 from decentfn.gradient.accumulated import accumulate
 from decentfn.gradient.by_autograd import autograd, is_by_autograd
 from decentfn.gradient.evaluation import (
-    WithinWorker,
+    Partition,
     begin,
     evaluate,
     lock_of,
+    partition_of,
     require_batch,
     require_inputs,
-    within_worker_of,
 )
 from decentfn.gradient.loss import LossFn, constants, require_loss
 from decentfn.gradient.module import functional

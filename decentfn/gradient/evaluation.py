@@ -29,7 +29,7 @@ from decentfn.gradient.side_channel import SideChannel
 from decentfn.torch_private import functorch
 
 
-class WithinWorker(NamedTuple):
+class Partition(NamedTuple):
     """Sharing of a worker's parameters between its processes."""
 
     processes: int = 1
@@ -41,11 +41,11 @@ class WithinWorker(NamedTuple):
     """Places of this process's shards of the parameters and of the module's buffers."""
 
 
-def within_worker_of(loss_fn: LossFn) -> WithinWorker:
+def partition_of(loss_fn: LossFn) -> Partition:
     """Return how a worker's processes share the parameters; several need a sharded module and `df.autograd`, else ValueError."""
     size = collectives.processes_per_worker()
     if size == 1:
-        return WithinWorker()
+        return Partition()
     inner, around = unwrapped(loss_fn)
     if not isinstance(inner, ShardedLoss):
         raise ValueError(
@@ -56,7 +56,7 @@ def within_worker_of(loss_fn: LossFn) -> WithinWorker:
         raise ValueError(
             f"loss_fn={brief(inner)}: the gradient of a sharded module is PyTorch's own; write df.autograd(loss_fn)."
         )
-    return WithinWorker(size, tp_size=inner.tp_size, common=inner.common, places=inner.places)
+    return Partition(size, tp_size=inner.tp_size, common=inner.common, places=inner.places)
 
 
 def require_inputs(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree) -> PyTree:

@@ -15,7 +15,7 @@ from decentfn.comm.fingerprint import agree, compare, digest, fingerprint, label
 from decentfn.core import trees
 from decentfn.core.buckets import Buckets, flatten
 from decentfn.core.trees import PyTree
-from decentfn.gradient import WithinWorker
+from decentfn.gradient import Partition
 from decentfn.kit.options import Shared, left_out, require_narrower
 from decentfn.optim.transforms.transform import masks_of, require_descent
 from decentfn.topologies import Topology
@@ -30,7 +30,7 @@ def lay_out(
     bucket_mb: float,
     wire_dtype: torch.dtype | None,
     shared: Shared,
-    within_worker: WithinWorker,
+    partition: Partition,
 ) -> Buckets:
     """Copy `params` into buckets, make the process groups and check that all ranks agree. Collective.
 
@@ -39,9 +39,9 @@ def lay_out(
     """
     masks = masks_of(*optimizers)
     try:
-        _require_as_built(within_worker)
+        _require_as_built(partition)
         own = left_out(shared, [name for name, _ in trees.named_leaves(params)])
-        x = flatten(params, bucket_mb=bucket_mb, masks=masks, left_out=own, **within_worker._asdict())
+        x = flatten(params, bucket_mb=bucket_mb, masks=masks, left_out=own, **partition._asdict())
         for optimizer in optimizers:
             require_descent(optimizer, x.plan)
         require_narrower(wire_dtype, x)
@@ -52,9 +52,9 @@ def lay_out(
         agree([f"{type(error).__name__}: {error}"])  # otherwise ranks without an error would wait for this one
         raise
     agree(fingerprint(x.plan, topologies[0], device, masks), x.plan.describe())
-    if within_worker.tp_size > 1:
-        _require_equal_in_groups(params, within_worker)
-        sharded.make_tp_groups(within_worker.tp_size)
+    if partition.tp_size > 1:
+        _require_equal_in_groups(params, partition)
+        sharded.make_tp_groups(partition.tp_size)
     for topology in topologies:
         if topology.groups is not None:
             collectives.make_groups(topology.groups)
@@ -77,18 +77,18 @@ def _require_one_device(x: Buckets) -> torch.device:
     return device
 
 
-def _require_as_built(within_worker: WithinWorker) -> None:
+def _require_as_built(partition: Partition) -> None:
     size = collectives.processes_per_worker()
-    if size != within_worker.processes:
+    if size != partition.processes:
         raise ValueError(
-            f"init(params): the algorithm was built for workers of {within_worker.processes} processes, and now they have {size}; call "
+            f"init(params): the algorithm was built for workers of {partition.processes} processes, and now they have {size}; call "
             "df.init(processes_per_worker=...) once, before it."
         )
 
 
-def _require_equal_in_groups(params: PyTree, within_worker: WithinWorker) -> None:
+def _require_equal_in_groups(params: PyTree, partition: Partition) -> None:
     """Raise on every rank unless the leaves that all processes of a tensor-parallel group hold are equal in each."""
-    named = [(name, leaf) for name, leaf in trees.named_leaves(params) if name in within_worker.common]
+    named = [(name, leaf) for name, leaf in trees.named_leaves(params) if name in partition.common]
     lines = [f"{name} with digest {digest(leaf)}" for name, leaf in named]
     rule = "the processes of a worker start equal: make them after torch.manual_seed(0) on each"
-    compare("init(params)", [], rule, of_tp_group=lines, tp_size=within_worker.tp_size)
+    compare("init(params)", [], rule, of_tp_group=lines, tp_size=partition.tp_size)

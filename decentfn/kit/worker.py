@@ -37,8 +37,8 @@ from decentfn.gradient import (
     Weight,
     evaluate,
     nothing_like,
+    partition_of,
     where_good,
-    within_worker_of,
 )
 from decentfn.kit.options import DEFAULTS, Options, require_arguments
 from decentfn.kit.preconditions import fast_gossip_momentum, require_whole
@@ -82,7 +82,7 @@ class Worker:
         self.gossip_momentum = (
             fast_gossip_momentum(f"gossip_rounds={gossip_rounds}", topology) if gossip_rounds > 1 else 0.0
         )
-        self.within_worker = within_worker_of(loss_fn)
+        self.partition = partition_of(loss_fn)
         self.scaling = loss_fn if isinstance(loss_fn, DynamicLossScale) else None
         self.loss_fn = loss_fn if self.scaling is None else self.scaling.loss_fn
         self.optimizer = optimizer
@@ -130,7 +130,7 @@ class Worker:
 
         def init(params: PyTree, buffers: PyTree = None) -> State:
             optimizers, topologies = (self.optimizer, *outer_optimizers), (self.topology, self.everyone)
-            given = self.bucket_mb, self._wire_dtype, self.shared, self.within_worker
+            given = self.bucket_mb, self._wire_dtype, self.shared, self.partition
             x = lay_out(params, optimizers, topologies, *given)
             state = start(Buckets(x, replace(x.plan, starts_equal=starts_equal)), buffers)
             if must_equal:

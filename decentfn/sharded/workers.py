@@ -42,9 +42,9 @@ def split_workers(processes_per_worker: int) -> World:
             processes=range(identity.process, own.size, size),
             size_at_start=identity.num_workers,
         )
-        channels = outer.within_workers(of_gossip, within, mesh, across)
+        channels = outer.partitioned(of_gossip, within, mesh, across)
         gossip = World(across, of_gossip.rank, of_gossip.size, channels=channels)
-    here = World(outer.group, own.rank, own.size, channels=outer.within_workers(identity, within, mesh))
+    here = World(outer.group, own.rank, own.size, channels=outer.partitioned(identity, within, mesh))
     here.split(gossip)
     collectives.replace_world(here)
     return here

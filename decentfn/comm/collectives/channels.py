@@ -101,7 +101,7 @@ class Channels:
         made.connect_by(self._connect)
         return made
 
-    def within_workers(self, identity: Identity, of_worker: Any, mesh: Any, group: Any = None) -> Self:
+    def partitioned(self, identity: Identity, of_worker: Any, mesh: Any, group: Any = None) -> Self:
         """Return these channels for workers of several processes; `group`: another group of all, gossip's."""
         made = copy.copy(self)
         made.identity, made.intra_worker, made.mesh = identity, of_worker, mesh
