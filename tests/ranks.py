@@ -1,4 +1,4 @@
-"""Real gloo ranks for tests that are processes, and stay."""
+"""Real gloo ranks for tests that are processes, and stay; how long a rank waits."""
 
 from __future__ import annotations
 
@@ -15,8 +15,22 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT = timedelta(minutes=10)
+SOON = timedelta(seconds=3)
 _PATIENCE_S = 300
 """A rank that waits for the timeout is late by this, so no test needs a clock to see that none has."""
+
+
+def lose_patience(timeout: timedelta = SOON) -> None:
+    """Let this rank wait no longer than `timeout` from here on, where a test lets the ranks part.
+
+    Before, while all goes well, a busy machine may need minutes.
+    """
+    from decentfn.comm.collectives import world
+
+    channels = world().channels
+    channels.longest_wait = timeout
+    for group in [*channels.groups(), *channels.shared.outside.values()]:
+        group.set_timeout(timeout)
 
 
 class Ranks:

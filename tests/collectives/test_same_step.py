@@ -1,7 +1,7 @@
 """The same `t` everywhere: a rank at another step is named, for every kind of message, and equal steps cost nothing."""
 
 import re
-from datetime import timedelta
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -10,15 +10,14 @@ import torch.distributed as dist
 
 import decentfn as df
 from decentfn.comm import gossip
-from decentfn.comm.collectives import World, exchange, look_up, use, wait
+from decentfn.comm.collectives import World, exchange, look_up, reports, use, wait
 from decentfn.comm.collectives.session import Session
 from decentfn.core.buckets import loose
 from decentfn.testing import on_ranks
 from tests.collectives.test_collectives import schedule
+from tests.ranks import TIMEOUT, lose_patience
 
 pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore:step.state, batch, t=")]  # gaps are meant
-
-SOON = timedelta(seconds=3)
 
 
 def square(x, batch):
@@ -30,10 +29,12 @@ def algorithm(name, n, **hyperparameters):
     return df.adapt_then_combine(square, df.sgd(0.1), topology, **hyperparameters)
 
 
-def train(step, state, ts, local=None):
-    """Train at the steps `ts`; how many were taken, and the error that ended it."""
+def train(step, state, ts, parts=None, local=None):
+    """Train at the steps `ts`, of which the ranks part at number `parts`; how many were taken, and the error that ended it."""
     batch = torch.ones(3) if local is None else torch.ones(local, 3)
     for taken, t in enumerate(ts):
+        if taken == parts:
+            lose_patience()
         try:
             state, _ = step(state, batch, t)
         except RuntimeError as error:
@@ -63,9 +64,9 @@ def assert_all_name_both(answers, culprit, at):
 def test_a_rank_that_starts_a_step_ahead_is_named_before_a_step_is_done(topology):
     def run(rank):
         init, step = algorithm(topology, 4)
-        return train(step, init(torch.full((3,), float(rank))), skips(rank, 2, 0, 5))
+        return train(step, init(torch.full((3,), float(rank))), skips(rank, 2, 0, 5), 0)
 
-    answers = on_ranks(4, run, timeout=SOON)
+    answers = on_ranks(4, run)
     assert_all_name_both(answers, 2, 0)
     assert all(taken <= 1 for taken, _ in answers)  # who meets nobody else in step 0 notices in step 1
 
@@ -74,9 +75,9 @@ def test_a_rank_that_starts_a_step_ahead_is_named_before_a_step_is_done(topology
 def test_messages_of_different_steps_never_meet(topology):
     def run(rank):
         init, step = algorithm(topology, 4)
-        return train(step, init(torch.full((3,), float(rank))), skips(rank, 2, 4, 50))
+        return train(step, init(torch.full((3,), float(rank))), skips(rank, 2, 4, 50), 4)
 
-    answers = on_ranks(4, run, timeout=SOON)
+    answers = on_ranks(4, run)
     assert_all_name_both(answers, 2, 4)
     assert all(4 <= taken <= 6 for taken, _ in answers)
 
@@ -85,26 +86,31 @@ def test_messages_of_different_steps_never_meet(topology):
 def test_means_of_different_steps_are_found_by_a_comparison(topology):
     def run(rank):
         init, step = algorithm(topology, 4)
-        return train(step, init(torch.full((3,), float(rank))), skips(rank, 2, 4, 300))
+        return train(step, init(torch.full((3,), float(rank))), skips(rank, 2, 4, 300), 4)
 
-    answers = on_ranks(4, run, timeout=SOON)
+    answers = on_ranks(4, run)
     assert_all_name_both(answers, 2, 4)
     assert all(4 <= taken <= 8 for taken, _ in answers)
 
 
 def of_diloco(rank, left_out):
     init, step = df.diloco(square, df.sgd(0.1), df.topology("complete", 3), inner_steps=20)
-    return train(step, init(torch.ones(3)), [t + left_out * (rank == 1 and t >= 5) for t in range(60)])
+    return train(
+        step,
+        init(torch.ones(3)),
+        [t + left_out * (rank == 1 and t >= 5) for t in range(60)],
+        5 if left_out > 1 else None,
+    )
 
 
 @pytest.mark.filterwarnings("ignore:step.state, batch, t=6. after step t=4")
 def test_a_rank_that_leaves_out_an_inner_step_meets_the_others_in_the_round_of_their_t():
-    assert on_ranks(3, of_diloco, 1, timeout=SOON) == [(60, "")] * 3
+    assert on_ranks(3, of_diloco, 1) == [(60, "")] * 3
 
 
 @pytest.mark.filterwarnings("ignore:step.state, batch, t=25. after step t=4")
 def test_rounds_of_different_t_are_compared_though_no_message_goes_between_them():
-    answers = on_ranks(3, of_diloco, 20, timeout=SOON)
+    answers = on_ranks(3, of_diloco, 20)
     assert [taken for taken, _ in answers] == [19, 19, 19]
     for _, error in answers:
         assert "every rank must call the step with the same t" in error
@@ -115,9 +121,9 @@ def test_processes_of_several_workers_are_compared():
     def run(rank):
         init, step = algorithm("ring", 4)
         state, step = df.stack(init(torch.ones(3)), 2), df.simulate(step, 2)
-        return train(step, state, skips(rank, 1, 0, 5), local=2)
+        return train(step, state, skips(rank, 1, 0, 5), 0, local=2)
 
-    assert_all_name_both(on_ranks(2, run, timeout=SOON), 1, 0)
+    assert_all_name_both(on_ranks(2, run), 1, 0)
 
 
 @pytest.mark.one_in(2)
@@ -142,7 +148,7 @@ def test_ranks_at_the_same_step_are_left_alone(name, topology, hyperparameters):
         init, step = build(square, df.sgd(0.1), df.topology(topology, 4), **hyperparameters)
         return train(step, init(torch.ones(3)), range(7, 150))
 
-    assert on_ranks(4, run, timeout=timedelta(seconds=60)) == [(143, "")] * 4
+    assert on_ranks(4, run) == [(143, "")] * 4
 
 
 def test_ranks_at_the_same_step_are_left_alone_over_600_calls():
@@ -150,7 +156,7 @@ def test_ranks_at_the_same_step_are_left_alone_over_600_calls():
         init, step = algorithm("ring", 2)
         return train(step, init(torch.ones(3)), range(2**20 - 300, 2**20 + 300))
 
-    assert on_ranks(2, run, timeout=timedelta(seconds=60)) == [(600, "")] * 2
+    assert on_ranks(2, run) == [(600, "")] * 2
 
 
 def test_a_new_start_counts_anew():
@@ -165,7 +171,7 @@ def test_a_new_start_counts_anew():
         state = init(torch.ones(3))
         return train(step, state, range(40))
 
-    assert on_ranks(2, run, timeout=SOON) == [(40, "")] * 2
+    assert on_ranks(2, run) == [(40, "")] * 2
 
 
 def test_the_tag_is_the_step_for_every_schedule():
@@ -216,11 +222,11 @@ def test_what_was_compared_is_forgotten_in_the_end():
 def compiled_ahead(topology, at):
     """A short-lived group of its own, for it is broken afterwards."""
     here = df.init()
-    group = dist.new_group(list(range(here.size)), timeout=timedelta(seconds=4))
-    with use(World(group, here.rank, here.size, timedelta(seconds=4))):
+    group = dist.new_group(list(range(here.size)), timeout=TIMEOUT)
+    with use(World(group, here.rank, here.size, TIMEOUT)), patch.object(reports, "_PATIENCE_S", 60.0):
         init, step = algorithm(topology, here.size)
         step = df.compile(step, backend="aot_eager")
-        return train(step, init(torch.full((3,), float(here.rank))), skips(here.rank, 1, at, 40))
+        return train(step, init(torch.full((3,), float(here.rank))), skips(here.rank, 1, at, 40), at)
 
 
 @pytest.mark.one_in(2)

@@ -7,8 +7,8 @@ import subprocess
 import sys
 import threading
 import time
-from datetime import timedelta
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,13 +16,12 @@ import torch.distributed as dist
 
 import decentfn as df
 from decentfn.comm import collectives
-from decentfn.comm.collectives import World, outside, use
+from decentfn.comm.collectives import World, outside, reports, use
 from decentfn.testing import on_ranks
-from tests.ranks import TIMEOUT, Ranks
+from tests.ranks import TIMEOUT, Ranks, lose_patience
 
 pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore:step.state, batch, t=")]  # gaps are meant
 
-SOON = timedelta(seconds=3)
 STEPS = 12
 
 
@@ -71,8 +70,8 @@ def numbers(culprit, first, last, rank):
     return [t + (rank == culprit and first <= t <= last) for t in range(STEPS)]
 
 
-def train(rank, name, n, *, calls=(), steps=range_of_steps, dtype=torch.float32):
-    """Train; after step t, `calls` has what the ranks do: (t, ranks, call).
+def train(rank, name, n, *, calls=(), steps=range_of_steps, dtype=torch.float32, part=None):
+    """Train; after step t, `calls` has what the ranks do: (t, ranks, call). After step `part` they part.
 
     Returns:
         "ok" and the parameters, or the error's name and text.
@@ -83,6 +82,8 @@ def train(rank, name, n, *, calls=(), steps=range_of_steps, dtype=torch.float32)
     try:
         for i, t in enumerate(steps(rank)):
             state, _ = step(state, torch.full((5,), float(rank), dtype=dtype), t)
+            if i == part:
+                lose_patience()
             for at, who, call in calls:
                 if at == i and rank in who:
                     CALLS[call](state)
@@ -92,20 +93,20 @@ def train(rank, name, n, *, calls=(), steps=range_of_steps, dtype=torch.float32)
     return "ok", df.params(state)["a"]
 
 
-def in_processes(name, n, off=None, calls=(), timeout=SOON):
-    """`train` on the first `n` processes, in a group of their own, which is broken afterwards.
+def in_processes(name, n, off=None, calls=(), part=None):
+    """`train` on the first `n` processes, in a group of their own, which may be broken afterwards.
 
     Args:
         off: (rank, first, last), whose t is too large by one from step `first` to `last`.
     """
     here = df.init()
-    group = dist.new_group(list(range(n)), timeout=timeout)
+    group = dist.new_group(list(range(n)), timeout=TIMEOUT)
     if here.rank >= n:
         return None
-    world = World(group, here.rank, n, timeout)
-    with use(world):
+    world, steps = World(group, here.rank, n, TIMEOUT), partial(numbers, *off) if off else range_of_steps
+    with use(world), patch.object(reports, "_PATIENCE_S", 60.0):
         try:
-            return train(here.rank, name, n, calls=calls, steps=partial(numbers, *off) if off else range_of_steps)
+            return train(here.rank, name, n, calls=calls, steps=steps, part=part)
         finally:
             world.hang_up()
 
@@ -113,8 +114,6 @@ def in_processes(name, n, off=None, calls=(), timeout=SOON):
 @pytest.fixture(scope="module")
 def four():
     processes = Ranks(4)
-    for name in ALGORITHMS:  # a first step imports what takes longer than the timeout
-        assert {kind for kind, _ in processes.run(partial(in_processes, name, 4, timeout=TIMEOUT))} == {"ok"}
     yield processes
     processes.close()
 
@@ -137,9 +136,9 @@ def test_a_call_of_one_rank_alone_is_named_by_all(name, call):
     """It enters no mean of a step: it waits, the others wait for it in their step, and all say where the other was."""
 
     def run(rank):
-        return train(rank, name, 3, calls=[(4, (0,), call)], dtype=torch.float64)
+        return train(rank, name, 3, calls=[(4, (0,), call)], dtype=torch.float64, part=4)
 
-    answers = on_ranks(3, run, timeout=SOON)
+    answers = on_ranks(3, run)
     assert_named(answers, call)
     assert "waited in its step t=" in answers[0][1]
 
@@ -154,7 +153,7 @@ def test_a_call_of_one_rank_alone_is_named_by_all(name, call):
     ],
 )
 def test_a_call_of_one_process_alone_aborts_none(four, name, call, n):
-    answers = four.run(partial(in_processes, name, n, calls=[(2, (0,), call)]))[:n]
+    answers = four.run(partial(in_processes, name, n, calls=[(2, (0,), call)], part=2))[:n]
     assert_named(answers, call)
 
 
@@ -173,7 +172,7 @@ def test_a_call_of_one_process_alone_aborts_none(four, name, call, n):
 def test_a_process_whose_t_is_off_by_one_aborts_none(four, name, last, n):
     """Whatever the others send meanwhile, of whatever size."""
     together = [(5, range(n), "df.consensus_distance(state)")]
-    answers = four.run(partial(in_processes, name, n, off=(1, 5, last), calls=together))[:n]
+    answers = four.run(partial(in_processes, name, n, off=(1, 5, last), calls=together, part=4))[:n]
     assert_named(answers)
     assert any("at t=" in text or "t=5" in text or "t=6" in text for _, text in answers), answers
 
@@ -182,9 +181,9 @@ def test_a_mean_of_unequal_steps_is_never_taken():
     """The rank that is ahead by a step is named before the first mean, not in some later call."""
 
     def run(rank):
-        return train(rank, "all_reduce", 4, steps=partial(numbers, 2, 9, STEPS))
+        return train(rank, "all_reduce", 4, steps=partial(numbers, 2, 9, STEPS), part=8)
 
-    answers = on_ranks(4, run, timeout=SOON)
+    answers = on_ranks(4, run)
     assert [kind for kind, _ in answers] == ["StepMismatch"] * 4
     for rank, (_, text) in enumerate(answers):
         mine, theirs = (10, 9) if rank == 2 else (9, 10)
@@ -206,7 +205,7 @@ def test_two_calls_that_differ_are_both_named_and_leave_the_run_whole(mine):
             state, _ = step(state, torch.ones(5), t)
         return str(caught.value), caught.value.peer, df.consensus_distance(state).item()
 
-    for rank, (text, peer, distance) in enumerate(on_ranks(3, run, timeout=SOON)):
+    for rank, (text, peer, distance) in enumerate(on_ranks(3, run)):
         assert f"process 0 calls {other}: " in text and f"process 1 calls {mine}: " in text
         assert peer == (0 if rank == 1 else 1) and distance == 0
 
@@ -221,7 +220,7 @@ def test_one_call_of_different_shapes_or_dtypes_is_refused():
                 said.append(str(caught.value))
         return said, collectives.process_mean(torch.tensor(float(rank))).item()
 
-    for said, mean in on_ranks(2, run, timeout=SOON):
+    for said, mean in on_ranks(2, run):
         assert all("[2]" in text and "[3]" in text for text in said[:2])
         assert all("float32" in text and "float64" in text for text in said[2:])
         assert mean == 0.5
@@ -232,9 +231,9 @@ def test_calls_after_different_steps_are_no_pair():
 
     def run(rank):
         where = [(4, (0,)), (5, (1, 2))]
-        return train(rank, "diloco", 3, calls=[(at, who, "df.consensus_mean(state)") for at, who in where])
+        return train(rank, "diloco", 3, calls=[(at, who, "df.consensus_mean(state)") for at, who in where], part=4)
 
-    answers = on_ranks(3, run, timeout=SOON)
+    answers = on_ranks(3, run)
     assert_named(answers, "df.consensus_mean(state)")
 
 
@@ -252,10 +251,10 @@ def test_nothing_is_left_of_a_call_that_all_make():
 def in_half_of_a_gathering(kind):
     """On rank 0 another thread calls, or an interrupt comes, when the headers of a gathering have arrived."""
     here = df.init()
-    group = dist.new_group([0, 1], timeout=SOON)
+    group = dist.new_group([0, 1], timeout=TIMEOUT)
     if here.rank > 1:
         return None
-    world, plain, said = World(group, here.rank, 2, SOON), outside._require_same, []
+    world, plain, said = World(group, here.rank, 2, TIMEOUT), outside._require_same, []
 
     def call(function, *arguments):
         with use(world):
@@ -269,6 +268,8 @@ def in_half_of_a_gathering(kind):
     def then(*arguments):
         plain(*arguments)
         outside._require_same = plain
+        if kind == "interrupt":
+            lose_patience()
         if here.rank == 0 and kind == "interrupt":
             raise KeyboardInterrupt
         if here.rank == 0:

@@ -3,7 +3,6 @@
 import re
 import threading
 import time
-from datetime import timedelta
 from functools import partial
 
 import pytest
@@ -13,10 +12,9 @@ import decentfn as df
 from decentfn.comm import collectives
 from decentfn.core import trees
 from decentfn.testing import on_ranks
+from tests.ranks import lose_patience
 
 pytestmark = pytest.mark.thorough
-
-SOON = timedelta(seconds=3)
 
 ALGORITHMS = {
     "all_reduce": (df.all_reduce, "complete", {}),
@@ -31,43 +29,46 @@ def square(params, batch):
     return ((params["a"] - batch) ** 2).sum()
 
 
-def train(rank, name, n, steps, loss_fn=square, between=lambda rank, state, t: None):
+def train(rank, name, n, steps, loss_fn=square, between=lambda rank, state, t: None, part=None):
+    """Train; after `part` steps the ranks part."""
     algorithm, topology, options = ALGORITHMS[name]
     init, step = algorithm(loss_fn, df.sgd(0.1), df.topology(topology, n, **options))
     state = init({"a": torch.ones(5, dtype=torch.float64)})
-    for t in steps:
+    for taken, t in enumerate(steps, 1):
         state = trees.map(torch.clone, state)  # without the step that made it, whose rank alone would refuse a wrong t
         state, _ = step(state, torch.full((5,), float(rank), dtype=torch.float64), t)
+        if taken == part:
+            lose_patience()
         between(rank, state, t)
     return state
 
 
 def begins_again(rank, name, n, directory):
     """Rank 1's loop starts again from t=0 after five steps."""
-    return train(rank, name, n, [*range(5), *(range(9) if rank == 1 else range(5, 14))])
+    return train(rank, name, n, [*range(5), *(range(9) if rank == 1 else range(5, 14))], part=5)
 
 
 def is_a_period_ahead(rank, name, n, directory):
     """The phase is the same, the step is not."""
     period = df.topology(ALGORITHMS[name][1], n, **ALGORITHMS[name][2]).period
-    return train(rank, name, n, [t + period * (rank >= 2 and t >= 3) for t in range(8)])
+    return train(rank, name, n, [t + period * (rank >= 2 and t >= 3) for t in range(8)], part=3)
 
 
 def takes_a_step_more(rank, name, n, directory):
-    return df.consensus_distance(train(rank, name, n, range(7 + (rank == 1))))
+    return df.consensus_distance(train(rank, name, n, range(7 + (rank == 1)), part=7))
 
 
 def one_group_stops(rank, name, n, directory):
-    return df.consensus_distance(train(rank, name, n, range(4 if rank < 2 else 6)))
+    return df.consensus_distance(train(rank, name, n, range(4 if rank < 2 else 6), part=4))
 
 
 def saves_and_another_restores(rank, name, n, directory):
-    state = train(rank, name, n, range(2))
+    state = train(rank, name, n, range(2), part=2)
     return df.checkpoint.restore(directory, state) if rank == 1 else df.checkpoint.save(directory, state, 2)
 
 
 def saves_and_another_has_a_saver(rank, name, n, directory):
-    state = train(rank, name, n, range(2))
+    state = train(rank, name, n, range(2), part=2)
     if rank:
         return df.checkpoint.save(directory, state, 2)
     with df.checkpoint.Saver(directory) as saver:
@@ -76,7 +77,10 @@ def saves_and_another_has_a_saver(rank, name, n, directory):
 
 def savers_save_after_other_steps(rank, name, n, directory):
     with df.checkpoint.Saver(directory) as saver:
-        train(rank, name, n, range(6), between=lambda rank, state, t: t == 1 + 3 * rank and saver.save(state, t + 1))
+        with collectives.use(saver._world):
+            lose_patience()  # its channels are its own
+        between = lambda rank, state, t: t == 1 + 3 * rank and saver.save(state, t + 1)  # noqa: E731
+        train(rank, name, n, range(6), between=between, part=2)
 
 
 CALL, STEP = "CallMismatch", "StepMismatch"
@@ -104,7 +108,7 @@ def test_what_only_one_rank_does_is_named_by_all(does, name, n, error, said, tmp
             return type(caught).__name__, str(caught)
         return "nothing", ""
 
-    for kind, text in on_ranks(n, run, timeout=SOON):
+    for kind, text in on_ranks(n, run):
         assert kind in error.split() and re.search(said, text), (kind, text)
 
 
@@ -118,7 +122,7 @@ def test_a_rank_whose_loss_raised_and_that_goes_on_is_named_by_the_others():
             return square(params, batch)
 
         try:
-            train(rank, "all_reduce", 3, range(5), loss_fn, between=lambda rank, state, t: seen.append(state))
+            train(rank, "all_reduce", 3, range(5), loss_fn, between=lambda rank, state, t: seen.append(state), part=2)
         except ZeroDivisionError:
             with pytest.raises(df.errors.ExchangeTimeout, match=r"waited in its step t=2"):
                 df.consensus_mean(seen[-1])
@@ -126,7 +130,7 @@ def test_a_rank_whose_loss_raised_and_that_goes_on_is_named_by_the_others():
         except df.errors.RunError as caught:
             return str(caught)
 
-    assert all("df.consensus_mean(state)" in text for text in on_ranks(3, run, timeout=SOON))
+    assert all("df.consensus_mean(state)" in text for text in on_ranks(3, run))
 
 
 def test_a_rank_that_swallows_a_mismatch_may_go_on_with_the_others():
@@ -136,7 +140,7 @@ def test_a_rank_that_swallows_a_mismatch_may_go_on_with_the_others():
             (df.gather if rank == 1 else df.mean)(state, {"x": 1.0})
         return df.mean(state, {"x": float(rank)})["x"].item()
 
-    assert on_ranks(3, run, timeout=SOON) == [1.0] * 3
+    assert on_ranks(3, run) == [1.0] * 3
 
 
 def test_a_thread_that_takes_a_mean_while_its_rank_trains_changes_nothing():
@@ -164,7 +168,7 @@ def test_a_thread_that_takes_a_mean_while_its_rank_trains_changes_nothing():
             one.join()
         return df.params(state)["a"], means
 
-    alone, together = on_ranks(3, run, False), on_ranks(3, run, True, timeout=SOON)
+    alone, together = on_ranks(3, run, False), on_ranks(3, run, True)
     for (one, _), (other, means) in zip(alone, together, strict=True):
         assert torch.equal(one, other) and torch.equal(means[0], together[0][1][0])
 
@@ -182,4 +186,4 @@ def test_two_savers_of_which_each_rank_uses_another_first_write_both(tmp_path):
         restored = [df.checkpoint.restore(tmp_path / name, state) for name in "ab"]
         return all(torch.equal(df.params(r.state)["a"], df.params(state)["a"]) and r.step == 3 for r in restored)
 
-    assert on_ranks(2, run, timeout=SOON) == [True, True]
+    assert on_ranks(2, run) == [True, True]
