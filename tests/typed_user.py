@@ -168,7 +168,7 @@ def planning(state: df.State, topology: df.Topology) -> None:
 
 
 def drawing(topology: df.Topology) -> None:
-    pictures = [df.plots.topology(topology), df.plots.consensus([0.5, 0.1])]
+    pictures = [df.plots.topology(topology), df.plots.matrix(topology, 0)]
     assert pictures[0].axes
 
 

@@ -1,4 +1,4 @@
-"""Commands: topologies by name and compared, plans, mixing alone, reports of runs, and a check of this machine."""
+"""Commands: topologies by name and compared, plans, reports of runs, and a check of this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from decentfn.cli.lab import lab
 from decentfn.cli.links import links
 from decentfn.cli.planning import plan
 from decentfn.cli.report import report
-from decentfn.cli.topologies import simulate, topologies, topology
+from decentfn.cli.topologies import topologies, topology
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -26,7 +26,7 @@ def run(arguments: Sequence[str]) -> None:
     Raises:
         SystemExit: with status 2 after a user's mistake, 1 if `doctor` found a fault.
     """
-    commands = {f.__name__: f for f in (topology, topologies, plan, simulate, report, doctor, links, lab)}
+    commands = {f.__name__: f for f in (topology, topologies, plan, report, doctor, links, lab)}
     try:
         tyro.extras.subcommand_cli_from_dict(commands, prog="decentfn", args=list(arguments) or ["--help"])
         sys.stdout.flush()

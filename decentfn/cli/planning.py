@@ -13,7 +13,6 @@ from decentfn.cli.tables import show
 from decentfn.core.arguments import require
 from decentfn.planning import Cluster, Link, Prediction
 from decentfn.planning import plan as planned
-from decentfn.plots.links import step_times
 
 
 def _count(text: str) -> int:
@@ -40,7 +39,6 @@ def plan(
     sent: float = 1.0,
     inner_steps: int = 64,
     json: bool = False,
-    plot: Path | None = None,
 ) -> None:
     """Predict a step of DDP, HSDP, DiLoCo and of gossip on each topology, and recommend one.
 
@@ -60,7 +58,6 @@ def plan(
         sent: share of the parameters' bytes that a compressor sends; 0.02 for top_k(0.01), values and places.
         inner_steps: H of DiLoCo.
         json: print JSON: predictions of all methods, the recommended one, and the reason.
-        plot: draw step times against the rate of the nodes' interfaces into this file.
     """
     if links is not None:
         given = {"num_workers": num_workers, "gbit": gbit, "inside_gbit": inside_gbit}
@@ -87,8 +84,6 @@ def plan(
         show([_row(p) for p in sorted(distinct.values(), key=made.predictions.index)])
         print(f"\nrecommended: {made.recommended.method} on {made.recommended.topology}, because {made.reason}")
         print("gap/step: share of the workers' disagreement that a step removes at least; 1: all are equal after it")
-    if plot is not None:
-        step_times(cluster, count, inner_steps=inner_steps, **options).savefig(plot, dpi=150)
 
 
 def _row(p: Prediction) -> dict[str, Any]:

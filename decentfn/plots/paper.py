@@ -36,15 +36,3 @@ def place(call: str, axes: Any, width: float, height: float) -> tuple[Figure, Ax
     rule = "axes are one matplotlib Axes, figure.add_subplot(); leave them out for a figure of its own."
     require(isinstance(axes, Axes), f"df.plots.{call}", rule, axes=axes)
     return axes.get_figure(root=True) or figure, axes
-
-
-def label(axes: Axes, y: str) -> None:
-    """Label the axes of curves of `y` over steps."""
-    from matplotlib.ticker import MaxNLocator
-
-    axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_ylabel(y)
-    axes.grid(color="0.9", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)

@@ -33,14 +33,6 @@ def test_all_topologies_of_a_size_are_compared(capsys):
     assert "one-peer-exp" not in names  # needs a power of two
 
 
-def test_simulated_mixing_is_as_fast_as_certified(capsys):
-    exact = said(capsys, "simulate", "one-peer-exp", "-n", "8", "--steps", "3")
-    assert exact[2]["distance"] > 1e-3 and exact[3]["distance"] < 1e-12
-    gap = df.topologies.certificate(df.topology("static-ring", 8)).spectral_gap
-    shares = [row["of the first"] for row in said(capsys, "simulate", "static-ring", "-n", "8", "--steps", "40")]
-    assert shares[20] <= (1 - gap) ** 20 and shares[40] / shares[39] == pytest.approx(1 - gap, rel=0.02)
-
-
 PLAN = ("plan", "-n", "4", "--parameters", "1e7", "--compute-ms", "100", "--gbit", "1")
 
 
@@ -78,7 +70,6 @@ def test_a_narrow_terminal_breaks_texts_and_no_number(capsys, monkeypatch):
         (("topology", "rnig", "-n", "4"), "nearest: ring"),
         (("topology", "one-peer-exp", "-n", "6"), "use 'base'"),
         (("topology", "ring", "-n", "4", "--local-world-size", "2"), "no such argument"),
-        (("simulate", "ring", "-n", "4", "--steps", "0"), "steps"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(capsys, arguments, words):
@@ -96,9 +87,9 @@ def test_an_unknown_command_is_refused_with_the_commands(capsys):
 
 
 def test_a_pipe_gets_tabs_and_a_file_the_picture(capsys, tmp_path):
-    cli.run(["simulate", "base", "-n", "4", "--steps", "2", "--plot", str(tmp_path / "base.png")])
+    cli.run(["topology", "base", "-n", "4", "--plot", str(tmp_path / "base.png")])
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split("\t")[0] for line in lines] == ["steps", "0", "1", "2"]
+    assert [line.split("\t") for line in lines[:2]] == [["name", "base"], ["workers", "4"]]
     assert (tmp_path / "base.png").stat().st_size > 1000
 
 

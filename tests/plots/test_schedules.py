@@ -1,5 +1,8 @@
 """Pictures of topologies show every link, every group and every weight, and nothing else."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from matplotlib.collections import LineCollection
@@ -118,3 +121,18 @@ def test_users_axes_are_drawn_on_and_pyplot_is_left_alone():
 def test_what_cannot_be_drawn_is_said_in_a_sentence(call, sentence):
     with pytest.raises(ValueError, match=sentence):
         call(df.plots)
+
+
+def test_without_matplotlib_the_library_works_and_a_picture_names_the_extra():
+    code = """
+import sys
+import decentfn as df
+assert not [name for name in sys.modules if name.startswith("matplotlib")]
+sys.modules["matplotlib"] = sys.modules["matplotlib.figure"] = None  # as if it were not installed
+try:
+    df.plots.topology(df.topology("ring", 4))
+except ModuleNotFoundError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "pip install matplotlib" in done.stdout, done.stderr
