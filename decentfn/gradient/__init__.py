@@ -4,12 +4,12 @@ from decentfn.gradient.accumulated import accumulate
 from decentfn.gradient.by_autograd import autograd, is_by_autograd
 from decentfn.gradient.evaluation import (
     Partition,
-    begin,
     evaluate,
     lock_of,
     partition_of,
     require_batch,
     require_inputs,
+    require_module_unchanged,
 )
 from decentfn.gradient.loss import LossFn, constants, require_loss
 from decentfn.gradient.module import functional

@@ -82,7 +82,7 @@ def require_inputs(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree) 
     return buffers
 
 
-def begin(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree, t: Tensor) -> None:
+def require_module_unchanged(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree, t: Tensor) -> None:
     """Raise ValueError in a first step if the module has changed since `init`; later changes are the user's own."""
     inner: Any = unwrapped(loss_fn)[0]
     if isinstance(inner, ModuleLoss) and not functorch.has_no_value(t):

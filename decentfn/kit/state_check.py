@@ -13,7 +13,7 @@ from decentfn.core import trees
 from decentfn.core.buckets import Buckets
 from decentfn.core.scalars import as_step
 from decentfn.core.trees import PyTree
-from decentfn.gradient import LossFn, begin, require_batch, require_inputs
+from decentfn.gradient import LossFn, require_batch, require_inputs, require_module_unchanged
 from decentfn.kit.state import Metrics, State
 from decentfn.torch_private import functorch
 
@@ -63,7 +63,7 @@ class StateCheck:
                 "their mean, init(df.consensus_mean(state))."
             )
         require_inputs(CALL, self._loss_fn, x.plan.without_values().tree(), state.buffers)
-        begin(CALL, self._loss_fn, x.tree(), state.buffers, as_step(t))
+        require_module_unchanged(CALL, self._loss_fn, x.tree(), state.buffers, as_step(t))
         require_batch(self._loss_fn, batch)
 
 

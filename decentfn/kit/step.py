@@ -28,7 +28,7 @@ from decentfn.topologies import Topology
 from decentfn.torch_private import functorch
 
 
-class Transform(NamedTuple):
+class Applied(NamedTuple):
     """Transform or wrapper that made a step."""
 
     name: str
@@ -71,7 +71,7 @@ class Step:
     """The algorithm's; None for a plain function."""
     schedules: tuple[Topology, ...] = field(default=(), repr=False)
     """Schedules of `kit.rests`: what serves their rounds is left out of a step in which all of them rest."""
-    transforms: tuple[Transform, ...] = ()
+    transforms: tuple[Applied, ...] = ()
     """Transforms and wrappers that made the step, the last one last."""
     starts_equal: bool = False
     """True if all workers must start with the same parameters."""
@@ -191,9 +191,9 @@ class Step:
 
     def transformed(self, by: str, size: int | None = None, **changes: Any) -> Step:
         """Return the step that a transform of this name has made."""
-        return replace(self, transforms=(*self.transforms, Transform(by, size)), **changes)
+        return replace(self, transforms=(*self.transforms, Applied(by, size)), **changes)
 
-    def had(self, name: str) -> Transform | None:
+    def had(self, name: str) -> Applied | None:
         """Return the transform of this name that made the step, or None."""
         for one in self.transforms:
             if one.name == name:

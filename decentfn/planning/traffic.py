@@ -1,4 +1,4 @@
-"""Traffic of a step: what a schedule sends through the busiest interface between nodes, and inside them."""
+"""Payloads of a step: what a schedule sends through the busiest interface between nodes, and inside them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from decentfn.topologies import Topology
 _SAMPLED = 64
 
 
-class Traffic(NamedTuple):
+class Payloads(NamedTuple):
     """Mean over the steps of a schedule, in payloads (one payload: the parameters of a worker)."""
 
     sent: float
@@ -29,13 +29,13 @@ def sampled(topology: Topology) -> range:
     return topology.cycle or range(_SAMPLED)
 
 
-def of_schedule(topology: Topology, cluster: Cluster, *, to_each: bool = False) -> Traffic:
+def of_schedule(topology: Topology, cluster: Cluster, *, to_each: bool = False) -> Payloads:
     """Return the traffic of a topology's steps; averages in groups are ring all-reduces, or messages `to_each` other one."""
     rounds = [_of_round(topology, t, cluster, to_each) for t in sampled(topology)]
-    return Traffic(*(sum(column) / len(rounds) for column in zip(*rounds, strict=True)))
+    return Payloads(*(sum(column) / len(rounds) for column in zip(*rounds, strict=True)))
 
 
-def _of_round(topology: Topology, t: int, cluster: Cluster, to_each: bool) -> Traffic:
+def _of_round(topology: Topology, t: int, cluster: Cluster, to_each: bool) -> Payloads:
     node = np.arange(topology.num_workers) // cluster.workers_per_node
     m = messages_of(topology, t, node, to_each=to_each)
 
@@ -43,4 +43,4 @@ def _of_round(topology: Topology, t: int, cluster: Cluster, to_each: bool) -> Tr
         ends, payloads = (m.senders, m.receivers), m.payloads * (m.are_away == is_away)
         return max(float(np.bincount(node[end] if is_away else end, payloads, len(node)).max()) for end in ends)
 
-    return Traffic(sent=float(m.payloads.sum()) / len(node), between=most(True), inside=most(False))
+    return Payloads(sent=float(m.payloads.sum()) / len(node), between=most(True), inside=most(False))

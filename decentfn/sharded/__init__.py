@@ -13,5 +13,5 @@ from decentfn.sharded.modules import (
     sharded,
     unsharded,
 )
-from decentfn.sharded.operators import make_tp_groups
+from decentfn.sharded.sums import make_tp_groups
 from decentfn.sharded.workers import split_workers
