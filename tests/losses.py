@@ -17,7 +17,7 @@ from datetime import timedelta
 import torch
 
 import decentfn as df
-from decentfn.comm.collectives import World, use, world
+from decentfn.comm.collectives import Channels, Identity, World, use, world
 from decentfn.core import trees
 from decentfn.elastic.generation import generation_of
 from decentfn.elastic.joining import wait_for_run
@@ -138,7 +138,7 @@ def survived(build, n, deaths=None, *, local=1, equal=False, joins=None, batch=N
 
     def come(store):
         try:
-            with use(wait_for_run(World(None, 0, 1), store, timedelta(seconds=20))):
+            with use(wait_for_run(World(Channels(Identity.of(0, 1))), store, timedelta(seconds=20))):
                 state, step = made(n, world().num_workers)
                 step = df.survive(step)
                 state, first = df.join(step, state, given(0))

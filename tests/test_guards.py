@@ -9,7 +9,7 @@ import torch
 import decentfn as df
 from decentfn import kit
 from decentfn.comm import collectives
-from decentfn.comm.collectives import World
+from decentfn.comm.collectives import Channels, Identity, World
 from decentfn.core import trees
 from decentfn.engine import compilation
 
@@ -193,5 +193,8 @@ def test_a_step_compiled_alone_is_compiled_again_among_others():
     init, step = df.adapt_then_combine(lambda w, b: (w * b).sum(), df.sgd(1.0), df.topology("complete", 4))
     compiled, state = df.compile(df.simulate(step, 4), backend="eager", donate=False), df.stack(init(torch.zeros(1)), 4)
     compiled(state, torch.ones(4, 1), 0)
-    with collectives.use(World(None, 0, 2)), pytest.raises(ValueError, match="num_workers=4, but 2 process"):
+    with (
+        collectives.use(World(Channels(Identity.of(0, 2)))),
+        pytest.raises(ValueError, match="num_workers=4, but 2 process"),
+    ):
         compiled(state, torch.ones(4, 1), 1)

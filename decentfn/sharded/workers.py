@@ -42,9 +42,8 @@ def split_workers(processes_per_worker: int) -> World:
             processes=range(identity.process, own.size, size),
             size_at_start=identity.num_workers,
         )
-        channels = outer.partitioned(of_gossip, within, mesh, across)
-        gossip = World(across, of_gossip.rank, of_gossip.size, channels=channels)
-    here = World(outer.group, own.rank, own.size, channels=outer.partitioned(identity, within, mesh))
+        gossip = World(outer.partitioned(of_gossip, within, mesh, across))
+    here = World(outer.partitioned(identity, within, mesh))
     here.split(gossip)
     collectives.replace_world(here)
     return here

@@ -64,8 +64,7 @@ def alone_as_rank_of(num_ranks: int) -> Iterator[World]:
 
     Used to compile a step once before all ranks run its code.
     """
-    identity = Identity.of(0, num_ranks)
-    with use(World(None, 0, num_ranks, channels=_Nowhere(identity, _NoGroup()))) as world:
+    with use(World(_Nowhere(Identity.of(0, num_ranks), _NoGroup()))) as world:
         yield world
 
 
@@ -85,8 +84,7 @@ def _connect(num_ranks: int, timeout: timedelta, delay: float) -> list[World]:
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
 
     def connect(rank: int) -> World:
-        identity = Identity.of(rank, num_ranks)
-        return World(None, rank, num_ranks, channels=_ThreadChannels(identity, store, timeout, delay))
+        return World(_ThreadChannels(Identity.of(rank, num_ranks), store, timeout, delay))
 
     with ThreadPoolExecutor(num_ranks) as threads:
         return list(threads.map(connect, range(num_ranks)))

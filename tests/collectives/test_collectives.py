@@ -235,7 +235,7 @@ class Backend:
 def test_receives_are_posted_before_sends():
     """Or a link carries one way after the other."""
     backend = Backend()
-    with collectives.use(collectives.World(backend, 0, 2)):
+    with collectives.use(collectives.World(collectives.Channels(collectives.Identity.of(0, 2), backend))):
         exchanged(torch.ones(3), df.topology("ring", 2), 0)
     assert backend.asked == [("receive", 3), ("send", 3)]
 
@@ -243,7 +243,7 @@ def test_receives_are_posted_before_sends():
 def test_no_message_is_asked_for_after_one_that_was_refused():
     backend, topology = Backend(refuses="send"), df.topology("ring", 2)
     with (
-        collectives.use(collectives.World(backend, 0, 2)) as here,
+        collectives.use(collectives.World(collectives.Channels(collectives.Identity.of(0, 2), backend))) as here,
         pytest.raises(df.errors.PeerLost, match="worker 1"),
         collectives.whole_step(0),
     ):
@@ -273,7 +273,7 @@ def test_a_dead_peer_is_named():
             raise RuntimeError("Connection closed by peer [10.0.0.1]:1")
 
     with (
-        collectives.use(collectives.World(Dead(), 0, 2)),
+        collectives.use(collectives.World(collectives.Channels(collectives.Identity.of(0, 2), Dead()))),
         pytest.raises(
             df.errors.PeerLost, match=r"t=5 on worker 0: exchange 1 .*\(12 bytes\) with worker 1 in slot 0"
         ) as caught,

@@ -7,7 +7,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import decentfn as df
-from decentfn.comm.collectives import World, use
+from decentfn.comm.collectives import Channels, Identity, World, use
 from decentfn.core import trees
 from decentfn.testing import on_ranks
 from tests import contract, network
@@ -105,7 +105,7 @@ def traced(built, rank):
     def run(leaves, batch, t):
         return trees.leaves(step(trees.fill(template, leaves), batch, t))
 
-    with use(World(None, rank, 2)):
+    with use(World(Channels(Identity.of(rank, 2)))):
         graph = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(leaves, batch, torch.tensor(3))
     return graph.code, [constant.tolist() for _, constant in sorted(graph.named_buffers())]
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import decentfn as df
 from decentfn.comm import gossip
-from decentfn.comm.collectives import World, exchange, failures, look_up, use, wait
+from decentfn.comm.collectives import Channels, Identity, World, exchange, failures, look_up, use, wait
 from decentfn.comm.collectives.session import Session
 from decentfn.core.buckets import loose
 from decentfn.testing import on_ranks
@@ -193,7 +193,7 @@ def test_the_tag_is_the_step_for_every_schedule():
     for name in ("ring", "random-matching"):
         for t in (5, 2**20 + 5):
             recorder = Recorder()
-            with use(World(recorder, 0, 2)):
+            with use(World(Channels(Identity.of(0, 2), recorder))):
                 x = torch.ones(3)
                 gossip.collect(gossip.post(loose([x]), look_up(x, df.topology(name, 2), torch.tensor(t))))
             assert recorder.tags == [5, 5]
@@ -223,7 +223,10 @@ def compiled_ahead(topology, at):
     """A short-lived group of its own, for it is broken afterwards."""
     here = df.init()
     group = dist.new_group(list(range(here.size)), timeout=TIMEOUT)
-    with use(World(group, here.rank, here.size, TIMEOUT)), patch.object(failures, "_PATIENCE_S", 60.0):
+    with (
+        use(World(Channels(Identity.of(here.rank, here.size), group, TIMEOUT))),
+        patch.object(failures, "_PATIENCE_S", 60.0),
+    ):
         init, step = algorithm(topology, here.size)
         step = df.compile(step, backend="aot_eager")
         return train(step, init(torch.full((3,), float(here.rank))), skips(here.rank, 1, at, 40), at)

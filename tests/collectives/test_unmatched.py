@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import decentfn as df
 from decentfn.comm import collectives
-from decentfn.comm.collectives import World, failures, outside, use
+from decentfn.comm.collectives import Channels, Identity, World, failures, outside, use
 from decentfn.testing import on_ranks
 from tests.ranks import TIMEOUT, Ranks, lose_patience
 
@@ -103,7 +103,10 @@ def in_processes(name, n, off=None, calls=(), part=None):
     group = dist.new_group(list(range(n)), timeout=TIMEOUT)
     if here.rank >= n:
         return None
-    world, steps = World(group, here.rank, n, TIMEOUT), partial(numbers, *off) if off else range_of_steps
+    world, steps = (
+        World(Channels(Identity.of(here.rank, n), group, TIMEOUT)),
+        partial(numbers, *off) if off else range_of_steps,
+    )
     with use(world), patch.object(failures, "_PATIENCE_S", 60.0):
         try:
             return train(here.rank, name, n, calls=calls, steps=steps, part=part)
@@ -254,7 +257,7 @@ def in_half_of_a_gathering(kind):
     group = dist.new_group([0, 1], timeout=TIMEOUT)
     if here.rank > 1:
         return None
-    world, plain, said = World(group, here.rank, 2, TIMEOUT), outside._require_same, []
+    world, plain, said = World(Channels(Identity.of(here.rank, 2), group, TIMEOUT)), outside._require_same, []
 
     def call(function, *arguments):
         with use(world):

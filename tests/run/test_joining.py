@@ -91,7 +91,7 @@ def run(n, task, leaves=None, at=2, after=AFTER):
 
     def come(store):
         try:
-            with use(wait_for_run(World(None, 0, 1), store, timedelta(seconds=20))):
+            with use(wait_for_run(World(Channels(Identity.of(0, 1))), store, timedelta(seconds=20))):
                 init, step = task.algorithm(world().num_workers)
                 step = df.survive(step)
                 state, first = df.join(step, init(task.params(n)), task.batch(0))
@@ -269,7 +269,7 @@ def test_every_kind_of_algorithm_is_joined_without_a_compilation(job, tmp_path):
 
 def a_run(state):
     """The store of a run of two workers."""
-    here = World(None, 0, 2, channels=Channels(Identity.of(0, 2), None, store=HashStore()))
+    here = World(Channels(Identity.of(0, 2), None, store=HashStore()))
     open_run(here, state)
     return here.store
 
@@ -281,7 +281,7 @@ def test_what_cannot_join_is_refused(monkeypatch):
         df.join(step, state, batch)
     assert df.join(df.survive(step), state, batch) == (state, 0)
     other = {"x": torch.zeros(3, dtype=F64)}
-    with use(wait_for_run(World(None, 0, 1), a_run(state), timedelta(seconds=5))):
+    with use(wait_for_run(World(Channels(Identity.of(0, 1))), a_run(state), timedelta(seconds=5))):
         init, step = ALGORITHMS["gossip"](loss_fn, world().num_workers)
         with pytest.raises(df.errors.PlanMismatch, match="other leaves, shapes or dtypes"):
             df.join(df.survive(step), init(other), batch[:3])
@@ -300,7 +300,7 @@ def test_a_newcomer_that_dies_before_it_has_the_state_is_left_out(is_admitted):
         store = world().store
         for t in range(12):
             if rank == 0 and t == 2:
-                newcomer = wait_for_run(World(None, 0, 1), store, timedelta(seconds=5))
+                newcomer = wait_for_run(World(Channels(Identity.of(0, 1))), store, timedelta(seconds=5))
                 run = generation_of(newcomer).run
                 seat = new_seat(newcomer, run)
                 probed = Liveness(PrefixStore("survive", run), seat)
@@ -332,7 +332,7 @@ def refusal(members, newcomer):
     refused = []
 
     def come(store):
-        with use(wait_for_run(World(None, 0, 1), store, timedelta(seconds=20))):
+        with use(wait_for_run(World(Channels(Identity.of(0, 1))), store, timedelta(seconds=20))):
             init, step = newcomer(world().num_workers)
             try:
                 df.join(df.survive(step), init(start_params(2, "gossip")), gradient(2, 0))
@@ -372,7 +372,7 @@ def test_a_newcomer_of_another_version_is_refused(monkeypatch):
     with pytest.raises(
         df.errors.PlanMismatch, match=r"init\(join=True\): the run has decentfn .*, and this process 0.0.1"
     ):
-        wait_for_run(World(None, 0, 1), run, timedelta(seconds=5))
+        wait_for_run(World(Channels(Identity.of(0, 1))), run, timedelta(seconds=5))
 
 
 def test_a_worker_too_many_for_the_compiled_schedule_is_refused_and_the_others_go_on():

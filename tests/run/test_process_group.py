@@ -14,7 +14,7 @@ import torch
 
 import decentfn as df
 from decentfn.comm import collectives
-from decentfn.comm.collectives import World, membership
+from decentfn.comm.collectives import Channels, Identity, World, membership
 from decentfn.testing import on_ranks
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -268,9 +268,10 @@ def test_ranks_of_different_versions_say_which_has_which(found):
 def test_workers_are_dealt_out_in_order_and_each_has_one_process():
     dealt = on_ranks(3, lambda rank: list(collectives.world().workers(2)))
     assert sum(dealt, []) == list(range(6))
-    assert list(World(None, 0, 1).workers()) == [0] and World(None, 0, 1).device == torch.device("cpu")
+    alone = World(Channels(Identity.of(0, 1)))
+    assert list(alone.workers()) == [0] and alone.device == torch.device("cpu")
     with pytest.raises(ValueError, match=r"world.workers\(local=0\).*>= 1"):
-        World(None, 0, 1).workers(0)
+        alone.workers(0)
 
 
 def test_process_0_says_the_world_once_at_level_info(environment, caplog):

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import decentfn as df
-from decentfn.comm.collectives import Identity, World, use, world
+from decentfn.comm.collectives import Channels, Identity, World, use, world
 from decentfn.testing import on_ranks
 from decentfn.topologies.resized import enlarged, in_place
 from tests import chaos, losses
@@ -277,15 +277,15 @@ def test_what_cannot_be_survived_is_refused():
             call()
     with pytest.raises(ValueError, match=r"survive\(patience="):
         df.survive(step, patience=timedelta(0))
-    several = World(None, 0, 2, identity=replace(Identity.of(0, 2), processes_per_worker=2))
-    on_gpus = World(None, 0, 2, device=torch.device("cuda"))
+    several = World(Channels(replace(Identity.of(0, 2), processes_per_worker=2)))
+    on_gpus = World(Channels(Identity.of(0, 2, torch.device("cuda"))))
     for here, kind in ((several, "workers of 2 processes"), (on_gpus, "export TORCH_NCCL_ASYNC_ERROR_HANDLING=0")):
         with use(here), pytest.raises(ValueError, match=kind):
             df.survive(step)
     with pytest.raises(ValueError, match="another step of this run survives already"):
         on_ranks(4, lambda rank: [train(rank, "gossip", {}) for _ in range(2)])
     each = df.gasloc(loss_fn, df.sgd(RATE), df.topology("base", 4), inner_steps=[1, 2, 3, 4], outer_momentum=0.5)
-    with use(World(None, 0, 4)), pytest.raises(ValueError, match="accepts no schedule in place of"):
+    with use(World(Channels(Identity.of(0, 4)))), pytest.raises(ValueError, match="accepts no schedule in place of"):
         df.survive(each.step)
     relay = {"relay": lambda loss, n: df.relay_sgd(loss, df.sgd(RATE), df.topology("chain", n))}
     with pytest.raises(ValueError, match="accepts no schedule in place of"):

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import decentfn as df
 from decentfn import compressors
 from decentfn.comm import collectives
-from decentfn.comm.collectives import World
+from decentfn.comm.collectives import Channels, Identity, World
 from decentfn.comm.fingerprint import compare, digest
 from decentfn.core import trees
 from decentfn.core.buckets import Buckets
@@ -258,7 +258,7 @@ def simulated(make, kind, processes, *, batch=batch, steps=STEPS, clips=True, is
     With `is_sharded` of the tree cut into parts, each in buckets of its own, as a compressor sees them.
     """
     inside = ALL_KINDS[kind]
-    with collectives.use(World(None, 0, 1)):
+    with collectives.use(World(Channels(Identity.of(0, 1)))):
         params, buffers, whole_loss = df.functional(inside.network(), nn.functional.mse_loss)
         loss_fn, masks = whole_loss, []
         if is_sharded:

@@ -44,7 +44,7 @@ class Channels:
     """
 
     def __init__(
-        self, identity: Identity, group: Any, timeout: timedelta | None = None, store: Store | None = None
+        self, identity: Identity, group: Any = None, timeout: timedelta | None = None, store: Store | None = None
     ) -> None:
         self.identity = identity
         self.group: Any = group

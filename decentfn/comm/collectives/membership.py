@@ -10,7 +10,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from decentfn.comm.collectives.channels import Channels
 from decentfn.comm.collectives.forks import wait_for_gloo, wait_for_gloo_before_forks
+from decentfn.comm.collectives.identity import Identity
 from decentfn.comm.collectives.world import World, worlds
 from decentfn.core.context import context
 from decentfn.torch_private.dynamo import constant_while_traced
@@ -107,9 +109,10 @@ def adopt_default_group(timeout: timedelta | None = None, device: torch.device =
     """
     if dist.is_initialized():
         wait_for_gloo_before_forks()
-        world = World(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), timeout, device)
+        identity = Identity.of(dist.get_rank(), dist.get_world_size(), device)
     else:
-        world = World(None, 0, 1, timeout, device)
+        identity = Identity.of(0, 1, device)
+    world = World(Channels(identity, dist.group.WORLD, timeout))
     _forget()
     _default[:] = [world]
     return world

@@ -12,11 +12,8 @@ from torch.distributed.distributed_c10d import Store
 
 from decentfn.comm.collectives.channels import Channels
 from decentfn.comm.collectives.hooks import Hooks
-from decentfn.comm.collectives.identity import Identity
 from decentfn.comm.collectives.session import Session
 from decentfn.topologies import Topology
-
-_CPU = torch.device("cpu")
 
 
 class World:
@@ -28,20 +25,9 @@ class World:
     When the processes change, `become` replaces the parts.
     """
 
-    def __init__(
-        self,
-        group: Any,
-        rank: int,
-        size: int,
-        timeout: timedelta | None = None,
-        device: torch.device = _CPU,
-        *,
-        identity: Identity | None = None,
-        channels: Channels | None = None,
-    ) -> None:
-        self.channels = channels or Channels(identity or Identity.of(rank, size, device), group, timeout)
-        self.identity = self.channels.identity
-        self.session = Session(rank)
+    def __init__(self, channels: Channels) -> None:
+        self.channels, self.identity = channels, channels.identity
+        self.session = Session(channels.identity.rank)
         self.hooks: tuple[Hooks, ...] = ()
         """Those of other rooms; without them the processes do not change."""
         self.agreed = set[str]()
@@ -171,7 +157,7 @@ class World:
         if here.size == 1:
             return self
         channels = self.channels.apart(2 * self.channels.longest_wait)
-        world = World(None, here.rank, here.size, device=here.device, channels=channels)
+        world = World(channels)
         world.become(session=Session(here.rank, channels.store))
         self._apart.add(world)
         return world
