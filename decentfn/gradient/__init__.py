@@ -3,7 +3,6 @@
 from decentfn.gradient.accumulated import accumulate
 from decentfn.gradient.by_autograd import autograd, is_by_autograd
 from decentfn.gradient.evaluation import (
-    Partition,
     evaluate,
     lock_of,
     partition_of,

@@ -25,6 +25,7 @@ from decentfn.gradient.loss import LossFn, as_given, call, refuse_numpy, require
 from decentfn.gradient.parameter_swap import ParameterSwap
 from decentfn.gradient.result import unscaled
 from decentfn.gradient.side_channel import around
+from decentfn.sharded import Partition
 from decentfn.torch_private.autograd import dispatching_as
 
 
@@ -90,7 +91,7 @@ def backward(
     buckets, `buffers` the leaves of the loss's buffers, `scale` is 0-d: the gradient of `scale * loss` is divided by
     it.
     """
-    plan, is_first, tp_size = form.plan, not form.is_tried, getattr(loss_fn, "tp_size", 1)
+    plan, is_first, tp_size = form.plan, not form.is_tried, getattr(loss_fn, "partition", Partition()).tp_size
     if is_first and tp_size > 1:
         _require_one_batch(batch, tp_size)
     place = worker if here.identity.processes_per_worker == 1 else here.all_processes.rank // tp_size * tp_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch.profiler import record_function
 
 from decentfn.comm import collectives
 from decentfn.core import trees
-from decentfn.core.buckets import Buckets, Places, each, mean_of_processes, mean_within_worker
+from decentfn.core.buckets import Buckets, each, mean_of_processes, mean_within_worker
 from decentfn.core.context import context
 from decentfn.core.formatting import brief
 from decentfn.core.stacking import in_chunks, refuse_random
@@ -26,19 +26,8 @@ from decentfn.gradient.module import ModuleLoss, ShardedLoss
 from decentfn.gradient.parameter_swap import lock_of_module, to_evaluate
 from decentfn.gradient.result import Gradient, gradient_of
 from decentfn.gradient.side_channel import SideChannel
+from decentfn.sharded import Partition
 from decentfn.torch_private import functorch
-
-
-class Partition(NamedTuple):
-    """Sharing of a worker's parameters between its processes."""
-
-    processes: int = 1
-    tp_size: int = 1
-    """Size of a tensor-parallel group: consecutive processes that compute one batch together."""
-    common: frozenset[str] = frozenset()
-    """Names of the leaves that every process of the tensor-parallel group holds."""
-    places: Places = ()
-    """Places of this process's shards of the parameters and of the module's buffers."""
 
 
 def partition_of(loss_fn: LossFn) -> Partition:
@@ -56,7 +45,7 @@ def partition_of(loss_fn: LossFn) -> Partition:
         raise ValueError(
             f"loss_fn={brief(inner)}: the gradient of a sharded module is PyTorch's own; write df.autograd(loss_fn)."
         )
-    return Partition(size, tp_size=inner.tp_size, common=inner.common, places=inner.places)
+    return inner.partition
 
 
 def require_inputs(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree) -> PyTree:

@@ -14,7 +14,6 @@ from torch.nn.parameter import is_lazy
 from decentfn import sharded
 from decentfn.core import trees
 from decentfn.core.arguments import require
-from decentfn.core.buckets import Places
 from decentfn.core.context import context
 from decentfn.core.formatting import brief
 from decentfn.core.trees import PyTree
@@ -243,12 +242,7 @@ class ModuleLoss:
 class ShardedLoss(ModuleLoss):
     """`ModuleLoss` of a module whose parameters are sharded over this worker's processes; made by `functional`."""
 
-    places: Places = ()
-    """Places of this process's shards of the parameters, frozen ones included."""
-    common: frozenset[str] = frozenset()
-    """Names of the parameters that every process of a tensor-parallel group holds."""
-    tp_size = 1
-    """Size of a tensor-parallel group: consecutive processes of a worker that compute one batch together."""
+    partition = sharded.Partition()
 
     def __call__(self, params: PyTree, buffers: PyTree, batch: Any) -> tuple[Tensor, tuple[PyTree, PyTree]]:
         """Run the module with these shards and copies of these buffers."""
@@ -351,7 +345,7 @@ def functional(
     require_criterion(criterion, forward)
     sharded.require_unwrapped(module)
     is_sharded = sharded.is_sharded(module)
-    common, tp_size = sharded.require_parts(module) if is_sharded else (frozenset(), 1)
+    partition = sharded.partition_of(module) if is_sharded else None
     call, network = f"functional({type(module).__name__})", module
     if isinstance(criterion, nn.Module) and any(p.requires_grad for p in criterion.parameters()):
         network = _WithCriterion(module, criterion)
@@ -382,7 +376,6 @@ def functional(
     require(not (moved and is_sharded), f"functional({type(module).__name__}, overwritten=...)", rule)
     kind = ShardedLoss if is_sharded else ModuleLoss
     loss_fn = kind(module, criterion, forward, network, trainable, buffers, frozenset(frozen) - moved)
-    if isinstance(loss_fn, ShardedLoss):
-        loss_fn.places = sharded.places(module)
-        loss_fn.common, loss_fn.tp_size = common, tp_size
+    if isinstance(loss_fn, ShardedLoss) and partition is not None:
+        loss_fn.partition = partition
     return trainable, buffers, watched(loss_fn)

@@ -15,9 +15,9 @@ from decentfn.comm.fingerprint import agree, compare, digest, fingerprint, label
 from decentfn.core import trees
 from decentfn.core.buckets import Buckets, flatten
 from decentfn.core.trees import PyTree
-from decentfn.gradient import Partition
 from decentfn.kit.options import Shared, left_out, require_narrower
 from decentfn.optim.transforms.transform import masks_of, require_descent
+from decentfn.sharded import Partition
 from decentfn.topologies import Topology
 
 _log = logging.getLogger("decentfn")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -61,8 +62,20 @@ def is_fully_sharded(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
-def require_parts(module: nn.Module) -> tuple[frozenset[str], int]:
-    """Return the names of the parameters that a tensor-parallel group replicates, and the size of the group.
+class Partition(NamedTuple):
+    """Sharing of a worker's parameters between its processes."""
+
+    processes: int = 1
+    tp_size: int = 1
+    """Size of a tensor-parallel group: consecutive processes that compute one batch together."""
+    common: frozenset[str] = frozenset()
+    """Names of the leaves that every process of the tensor-parallel group holds."""
+    places: Places = ()
+    """Places of this process's shards of the parameters and of the module's buffers."""
+
+
+def partition_of(module: nn.Module) -> Partition:
+    """Return how PyTorch has sharded a module over this worker's processes.
 
     The group's consecutive processes compute one batch together: all of the worker's under tensor parallelism, one
     under `fully_shard`, and under both as many as the mesh's inner axis.
@@ -113,7 +126,9 @@ def require_parts(module: nn.Module) -> tuple[frozenset[str], int]:
     strange = [name for name, b in module.named_buffers() if isinstance(b, DTensor)]
     if strange:
         raise ValueError(f"{call}: the buffers {brief(strange)} are DTensors; give their modules no parallel style.")
-    return frozenset(common), tp_size
+    found = [(name, _offset(p), p.shape) for name, p in module.named_parameters()]
+    places = tuple((name, Place(tuple(shape), offset)) for name, offset, shape in found if offset is not None)
+    return Partition(here.processes_per_worker, tp_size, frozenset(common), places)
 
 
 def own_shards(module: nn.Module) -> None:
@@ -133,12 +148,6 @@ def leave(module: nn.Module) -> None:
     """Close the module's connections: the other processes fail in it at once instead of waiting for this one."""
     meshes = {p.device_mesh for p in module.parameters() if hasattr(p, "device_mesh")}  # pyright: ignore[reportAttributeAccessIssue]
     close([group for mesh in meshes for group in mesh.get_all_groups()])
-
-
-def places(module: nn.Module) -> Places:
-    """Return the places of this process's shards in the module's parameters."""
-    found = [(name, _offset(p), p.shape) for name, p in module.named_parameters()]
-    return tuple((name, Place(tuple(shape), offset)) for name, offset, shape in found if offset is not None)
 
 
 def placed_like(grad: Tensor, p: nn.Parameter) -> Tensor:

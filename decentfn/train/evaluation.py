@@ -121,7 +121,9 @@ def _of_workers(
         raise ValueError(f"{call}(batches): no process has a sample; give at least one of them a batch.")
     if not names[0] and names[1:]:
         raise ValueError(f"{call}(metric): it returned a number for some batches and {names[1:]} for others; name it.")
-    tensor_parallel = getattr(metric, "tp_size", 1)  # processes whose common batch counts once
+    tensor_parallel = getattr(
+        metric, "partition", sharded.Partition()
+    ).tp_size  # processes whose common batch counts once
     return [
         _added(parts)
         for first in range(0, len(told), size)
@@ -146,7 +148,7 @@ def _sums(
 ) -> list[_Sums]:
     totals = [dict[str, tuple[Any, int]]() for _ in replicas]
     sized = ((batch, _size(call, samples, batch)) for batch in batches)
-    rounds = _in_step(call, sized, getattr(metric, "tp_size", 1)) if is_sharded else sized
+    rounds = _in_step(call, sized, getattr(metric, "partition", sharded.Partition()).tp_size) if is_sharded else sized
     with closing(rounds), _of_replicas(metric, replicas) as evaluated:
         for batch, size in rounds:
             with _evaluating():

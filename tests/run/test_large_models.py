@@ -400,7 +400,7 @@ def runs_the_page(directory):
     try:
         names = {}
         exec(script.replace("df.compile(decent_step)", "decent_step"), names)
-        assert names["parts"]["0.weight"].shape == (32, 32) and names["quarters_loss"].tp_size == 2
+        assert names["parts"]["0.weight"].shape == (32, 32) and names["quarters_loss"].partition.tp_size == 2
         return sorted(names["weights"]), float(names["metrics"].loss)
     finally:
         os.chdir(before)
