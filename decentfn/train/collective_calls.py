@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from decentfn.comm import collectives
-from decentfn.core.formatting import brief
+from decentfn.core.formatting import brief, brief_error
 from decentfn.errors import CheckpointCorrupt, NonFinite, RunError
 
 _KINDS: dict[str, type[Exception]] = {
@@ -22,7 +22,16 @@ def on_all(call: str, function: Callable[..., Any], *arguments: Any) -> list[Any
     Raises on every process the first error, in its kind (`_KINDS`) or as a RunError; one that is not merely the loss of
     another process comes first.
     """
-    everyone, own = collectives.attempt(call, function, *arguments)
+    told: dict[str, Any] = {"call": call}
+    own = None
+    try:
+        told["value"] = function(*arguments)
+    except Exception as error:
+        own = error
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        told |= {"error": str(error), "brief": brief_error(error), "kinds": kinds}
+    with collectives.calling(call):
+        everyone = collectives.gather_objects(told, collectives.all_processes())
     failed = [rank for rank, its in enumerate(everyone) if "error" in its]
     if not failed:
         return [its["value"] for its in everyone]

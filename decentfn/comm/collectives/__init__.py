@@ -22,7 +22,6 @@ from decentfn.comm.collectives.membership import (
 from decentfn.comm.collectives.messages import Communication, Traffic, communication, cut_short, whole_step
 from decentfn.comm.collectives.operators import Flight, after, exchange, group_mean, make_groups, wait
 from decentfn.comm.collectives.outside import (
-    attempt,
     calling,
     compare_steps,
     gather_bytes,

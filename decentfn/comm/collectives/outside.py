@@ -7,7 +7,7 @@ and a message larger than expected aborts the process. Each collective therefore
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -17,11 +17,10 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from decentfn.comm.collectives.failures import has_timed_out, outside_error
-from decentfn.comm.collectives.membership import all_processes, world
+from decentfn.comm.collectives.membership import world
 from decentfn.comm.collectives.session import Session
 from decentfn.comm.collectives.world import World
 from decentfn.core.context import context
-from decentfn.core.formatting import brief_error
 from decentfn.errors import CallMismatch, RunError
 
 _HEADER = 1024
@@ -186,21 +185,3 @@ def gather_bytes(told: Tensor, among: World | None = None) -> list[Tensor]:
         heard = [torch.empty_like(padded) for _ in range(here.identity.size)]
         group.allgather([heard], [padded]).wait()
     return [h[:n] for h, n in zip(heard, sizes, strict=True)]
-
-
-def attempt(call: str, function: Callable[..., Any], *arguments: Any) -> tuple[list[dict[str, Any]], Exception | None]:
-    """Call `function(*arguments)` on every process and share the outcome, so that none waits in vain. Collective.
-
-    Returns a dict per rank, `call` with `value` (after a JSON round trip) or `error`, `brief` (with the type) and
-    `kinds` (class names); then this process's own error.
-    """
-    told: dict[str, Any] = {"call": call}
-    own = None
-    try:
-        told["value"] = function(*arguments)
-    except Exception as error:
-        own = error
-        kinds = [kind.__name__ for kind in type(error).__mro__]
-        told |= {"error": str(error), "brief": brief_error(error), "kinds": kinds}
-    with calling(call):
-        return gather_objects(told, all_processes()), own
