@@ -191,7 +191,6 @@ BASES = {
             df.dynamic_loss_scale: [loss_fn],
             decent_dp.buckets: [[("w", torch.ones(3))]],
             df.plan: [CLUSTER, 1000],
-            G.certificate: [RING],
             df.clock: [0.1, CLUSTER],
             D.until: [[0, 1]],
             df.profiling.compare: [PLAN.recommended, df.profiling.Communication()],

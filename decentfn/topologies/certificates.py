@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from decentfn.core.arguments import checks_numbers, require
 from decentfn.topologies import matrices
 from decentfn.topologies.rounds import Topology, require_topology
 
@@ -56,9 +55,6 @@ class Certificate:
     """Mean number of messages per worker and step."""
     payloads_per_step: float
     """Mean number of payloads per worker and step: messages, plus 2(r-1)/r for an all-reduce of r workers."""
-    payloads_per_node: float | None = None
-    """Mean number of payloads that leave a node per step, given `local_world_size`: messages to workers of other nodes,
-    and 2(r-1)/r for each all-reduce of r workers that spans nodes (a ring that enters and leaves each node once)."""
 
     @property
     def gap_per_step(self) -> float | None:
@@ -72,13 +68,8 @@ class Certificate:
         return self.payloads_per_step * payload_bytes
 
 
-@checks_numbers
-def certificate(topology: Topology, *, local_world_size: int | None = None) -> Certificate:
-    """Measure the properties of `topology`.
-
-    Args:
-        topology: the schedule.
-        local_world_size: L, workers per node, consecutive; with it `payloads_per_node` counts what leaves a node.
+def certificate(topology: Topology) -> Certificate:
+    """Measure the properties of `topology`. `df.plan` counts what leaves a node.
 
     Takes seconds for 4,096 workers, half a minute if the period has thousands of steps.
 
@@ -86,21 +77,12 @@ def certificate(topology: Topology, *, local_world_size: int | None = None) -> C
     >>> facts = certificate(one_peer_exp(8))
     >>> facts.steps_to_consensus, facts.spectral_gap, facts.bytes_per_step(100)
     (3, 1.0, 100.0)
-    >>> certificate(one_peer_exp(8), local_world_size=4).payloads_per_node
-    1.3333333333333333
-
-    Raises:
-        ValueError: L does not divide the number of workers.
     """
     require_topology("certificate", topology)
-    if local_world_size is not None:
-        fits = local_world_size >= 1 and topology.num_workers % local_world_size == 0
-        rule = f"the workers per node divide the number of workers, {topology.num_workers}."
-        require(fits, "certificate", rule, local_world_size=local_world_size)
     schedule = _Schedule(topology)
     n, ones, starts = topology.num_workers, np.ones(topology.num_workers), schedule.random(4)
     keeps_mean = keeps_consensus = is_nonnegative = is_symmetric = True
-    messages, means, links, leaving = [], [], [], []
+    messages, means, links = [], [], []
     for this in map(schedule.round, schedule.steps):
         keeps_mean &= bool(np.abs(this.apply_transposed(ones) - 1).max() <= _ROUNDING)
         keeps_consensus &= bool(np.abs(this.apply(ones) - 1).max() <= _ROUNDING)
@@ -109,8 +91,6 @@ def certificate(topology: Topology, *, local_world_size: int | None = None) -> C
         messages.append(this.messages)
         means.append(this.mean_payloads)
         links.append(np.stack(this.links()))
-        if local_world_size is not None:
-            leaving.append(this.leaving_nodes(local_world_size))
     sources, receivers = np.concatenate(links, axis=1)
     return Certificate(
         name=topology.name,
@@ -126,7 +106,6 @@ def certificate(topology: Topology, *, local_world_size: int | None = None) -> C
         expected_contraction=schedule.expected_contraction,
         messages_per_step=float(np.mean(messages)),
         payloads_per_step=float(np.mean(messages) + np.mean(means)),
-        payloads_per_node=float(np.mean(leaving)) if leaving else None,
     )
 
 
@@ -160,8 +139,7 @@ class _Round:
         i, weights = np.repeat(me, heard.shape[1]), this.weights.numpy()
         self.sparse = coo_array((weights.ravel(), (i, heard.ravel())), shape=(n, n)).tocsr()
         self.transposed = self.sparse.T  # kept, as making it takes longer than its product with a vector
-        self.destinations = this.destinations.numpy()
-        self.messages = float((self.destinations >= 0).sum()) / n
+        self.messages = float((this.destinations >= 0).sum()) / n
         self.groups, self.sizes, self.mean_weights, self.mean_payloads = me, np.ones(n), None, 0.0
         if this.groups is not None and this.mean_weights is not None:
             self.groups, self.mean_weights = this.groups.numpy(), this.mean_weights.numpy()
@@ -188,18 +166,6 @@ class _Round:
         entries = self.sparse.copy()
         entries.setdiag(self.sparse.diagonal() + self.mean_weights / self.sizes[self.groups])
         return float(min(entries.data.min(), self.mean_weights.min()))
-
-    def leaving_nodes(self, size: int) -> float:
-        """Return the payloads that leave a node of `size` workers, averaged over the nodes."""
-        node = np.arange(len(self.destinations)) // size
-        sent = self.destinations >= 0
-        payloads = float((sent & (node[self.destinations] != node[:, None])).sum())
-        if self.mean_weights is not None:
-            for group in np.unique(self.groups):
-                members = np.flatnonzero(self.groups == group)
-                nodes = len(np.unique(node[members]))
-                payloads += nodes * 2 * (len(members) - 1) / len(members) * (nodes > 1)
-        return payloads / (node[-1] + 1)
 
     def links(self) -> tuple[np.ndarray, np.ndarray]:
         """Return sources and receivers of all links; a group counts as a circle of its members."""
