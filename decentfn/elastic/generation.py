@@ -50,7 +50,7 @@ class Generation(Hooks):
     it (`take_part`). On a GPU it also ends only when its messages are there.
     """
 
-    loss_is_final = False
+    failure_is_final = False
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class Generation(Hooks):
             self._schedules[made] = self._in_place(made, size)
         return self._schedules[made]
 
-    def on_loss(self, groups: list[Any]) -> None:
+    def on_failure(self, groups: list[Any]) -> None:
         """End the kernels of the GPU that wait for others."""
         if self.polls:
             connections.abort(groups)

@@ -182,7 +182,7 @@ class _Survivor:
 
     def _begin(self, here: World, state: Any) -> None:
         _require_kind(here)
-        if not here.loss_is_final:
+        if not here.failure_is_final:
             raise ValueError(
                 "survive(step): another step of this run survives already, and the workers would go back to the last call of "
                 "either; call df.survive once."

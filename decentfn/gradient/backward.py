@@ -21,7 +21,7 @@ from decentfn.core.formatting import brief
 from decentfn.core.trees import PyTree
 from decentfn.gradient.accumulated import separate, stacked
 from decentfn.gradient.gradient_checks import no_other_weights, require_none, ungiven
-from decentfn.gradient.loss import LossFn, as_given, call, refuse_numpy, require_graph, scalar
+from decentfn.gradient.loss import LossFn, as_given, call_loss, refuse_numpy, require_graph, scalar
 from decentfn.gradient.parameter_swap import ParameterSwap
 from decentfn.gradient.result import unscaled
 from decentfn.gradient.side_channel import around
@@ -63,7 +63,7 @@ class _Function:
         self.constant = dict(zip(form.names, self.leaves, strict=True))
 
     def of(self, batch: Any) -> tuple[Tensor, PyTree]:
-        loss, new, aux = call(self._loss_fn, self._params, self._buffers, batch)
+        loss, new, aux = call_loss(self._loss_fn, self._params, self._buffers, batch)
         self._buffers = None if new is None else trees.map(torch.detach, new)
         return loss, aux
 

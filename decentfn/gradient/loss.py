@@ -149,7 +149,7 @@ def takes(function: Callable[..., Any], count: int) -> bool:
     return True
 
 
-def call(loss_fn: LossFn, params: PyTree, buffers: PyTree, batch: PyTree) -> tuple[Tensor, PyTree, PyTree]:
+def call_loss(loss_fn: LossFn, params: PyTree, buffers: PyTree, batch: PyTree) -> tuple[Tensor, PyTree, PyTree]:
     """Evaluate the loss; return it, its new buffers and its aux."""
     returned = loss_fn(params, batch) if buffers is None else loss_fn(params, buffers, batch)
     loss, extra = returned if is_pair(returned) else (returned, None)

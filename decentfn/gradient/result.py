@@ -12,7 +12,7 @@ from decentfn.core import trees
 from decentfn.core.buckets import Buckets, each, global_norm, where, wide
 from decentfn.core.formatting import brief
 from decentfn.core.trees import PyTree
-from decentfn.gradient.loss import LossFn, call, require_graph
+from decentfn.gradient.loss import LossFn, call_loss, require_graph
 from decentfn.gradient.module import ModuleLoss
 from decentfn.torch_private import functorch
 
@@ -90,7 +90,7 @@ def gradient_of(loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree
 
     # Buffers and batch are arguments, not captured: torch.func forbids writing to captured tensors.
     def loss_of(x: list[Tensor], buffers: PyTree, batch: PyTree) -> tuple[Tensor, tuple[Tensor, list[Tensor]]]:
-        loss, new_buffers, aux = call(loss_fn, Buckets(x, params.plan).tree(), buffers, batch)
+        loss, new_buffers, aux = call_loss(loss_fn, Buckets(x, params.plan).tree(), buffers, batch)
         require_graph(loss)
         if not isinstance(loss_fn, ModuleLoss):  # which returns copies; a function may return its batch or a parameter
             new_buffers = trees.map(torch.clone, new_buffers)

@@ -154,7 +154,7 @@ class Step:
         ):
             # In a replay t is a level, in which workers take steps of other numbers.
             known = self.schedules if self.arrivals is None else ()
-            outer, context.resting = context.resting, collectives.resting(known, t, number)
+            outer, context.resting = context.resting, collectives.find_rounds(known, t, number)
             context.arrivals = self.arrivals
             try:
                 if self.is_by_autograd and not functorch.has_no_value(state.params.tensors[0]):

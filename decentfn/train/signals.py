@@ -70,7 +70,7 @@ class Stop:
         try:
             stops = self._hears()
         except RunError as error:
-            if collectives.all_processes().loss_is_final:
+            if collectives.all_processes().failure_is_final:
                 raise
             _log.warning("stop(t=%d): %s; not answered until the workers have agreed on who is left", int(t), error)
             stops = False

@@ -50,7 +50,7 @@ def lost_message_error(here: World, lost: Lost, next_step: int | None = None) ->
     if next_step is not None:
         has = "written over by the whole step" if next_step > lost.call.step else "unmodified"
         said += f" The state that was passed is intact ({has}), and t={next_step} is its next step."
-    if here.loss_is_final:
+    if here.failure_is_final:
         said += " No further step is taken: start the run again, on all processes."
     error.args = (said,)
     return error
@@ -90,7 +90,7 @@ def outside_error(here: World, call: str, error: RuntimeError, *, listens: bool)
 
 def _heard(here: World, is_enough: Callable[[dict[int, FailureNote]], object]) -> dict[int, FailureNote]:
     """Return the others' notes; wait for them briefly, until they are enough."""
-    end = time.monotonic() + _PATIENCE_S * here.loss_is_final
+    end = time.monotonic() + _PATIENCE_S * here.failure_is_final
     while (
         not is_enough(notes := here.session.board.notes())
         and here.session.board.store is not None

@@ -12,7 +12,7 @@ class Hooks:
 
     changes = 0
     """Number of times that the processes have changed."""
-    loss_is_final = True
+    failure_is_final = True
     """True if no step can follow one that has lost a message."""
 
     def before_step(self, t: int) -> None:
@@ -28,7 +28,7 @@ class Hooks:
         """Return the schedule that holds now, of the form of the one that a step was made for."""
         return made
 
-    def on_loss(self, groups: list[Any]) -> None:
+    def on_failure(self, groups: list[Any]) -> None:
         """End what still uses these groups, whose connections this process has closed."""
 
     def wait_on_gpu(self, works: list[Any] | None) -> None:

@@ -61,7 +61,7 @@ _ROUNDS = 4096
 """Most rounds that a session keeps."""
 
 
-class Found(NamedTuple):
+class FoundRound(NamedTuple):
     """Round of a step, which `Session.rounds` keeps: it is found once, before the step or by its first operator."""
 
     topology: Topology
@@ -72,7 +72,7 @@ class Found(NamedTuple):
     """Handle and t, which are kept so that no other tensors have their identities."""
 
     @classmethod
-    def of(cls, here: World, handle: Tensor, t: Tensor) -> Found:
+    def of(cls, here: World, handle: Tensor, t: Tensor) -> FoundRound:
         """Find round t of the schedule with this handle."""
         found, rounds = cls(here.schedule(by_handle(handle)), int(t), (handle, t)), here.session.rounds
         if len(rounds) > _ROUNDS:  # without a step that would begin with none
@@ -81,13 +81,13 @@ class Found(NamedTuple):
         return found
 
 
-def resting(schedules: Sequence[Topology], t: Tensor, number: int) -> tuple[Topology, ...]:
+def find_rounds(schedules: Sequence[Topology], t: Tensor, number: int) -> tuple[Topology, ...]:
     """Find the rounds of step t; return the schedules, of which `rests` is then True, if all rest in it."""
     here, is_active = context.step_world or world(), False
     here.session.rounds.clear()
     for one in schedules:
         topology = here.schedule(one)
-        here.session.rounds[id(one.handle), id(t)] = Found(topology, number, (one.handle, t))
+        here.session.rounds[id(one.handle), id(t)] = FoundRound(topology, number, (one.handle, t))
         is_active = is_active or topology.is_active(number)
     return () if is_active else tuple(schedules)
 
@@ -135,7 +135,7 @@ def look_up(token: Tensor, topology: Topology, t: Tensor) -> Row:
 
 def _look_up_kernel(token: Tensor, handle: Tensor, t: Tensor, slots: int, workers: int) -> Tensor:
     here = context.step_world or world()
-    found, identity = here.session.rounds.get((id(handle), id(t))) or Found.of(here, handle, t), here.identity
+    found, identity = here.session.rounds.get((id(handle), id(t))) or FoundRound.of(here, handle, t), here.identity
     topology, number, _ = found
     if (workers or 1) * identity.size != topology.num_workers:
         refuse_size(here, workers or 1, topology.num_workers, "step(state, batch, t)")

@@ -95,7 +95,7 @@ def _drain(session: Session, since: int) -> None:
 # -- messages ---------------------------------------------------------------------------------------------------------
 
 
-def lose(here: World, call: Call, error: Exception, peer: int | None = None, slot: int | None = None) -> None:
+def lose_message(here: World, call: Call, error: Exception, peer: int | None = None, slot: int | None = None) -> None:
     """Record a loss. The first ends this process's exchanges: notify the others and close the connections."""
     session, call.lost = here.session, str(error)
     lost = session.lost
@@ -156,7 +156,7 @@ def send(here: World, call: Call, peers: Peers, x: Tensor, slots: int) -> None:
                 ]
                 call.works += dist.batch_isend_irecv(operations)
         except RuntimeError as error:
-            lose(here, call, error, *call.parts[index][2:])
+            lose_message(here, call, error, *call.parts[index][2:])
     for counted in here.counters:
         for part in sends:
             counted.add(here.identity, [part.rank], messages=1, bytes_sent=part.tensor.nbytes)
@@ -182,9 +182,9 @@ def reduce(here: World, call: Call, x: Tensor, own: Tensor | None, ranks: list[i
             if other is None:
                 call.works.append(group.allreduce([x]))
     except RuntimeError as error:
-        return lose(here, call, error, call.parts[0].rank)
+        return lose_message(here, call, error, call.parts[0].rank)
     if other is not None:
-        return lose(here, call, step_mismatch(here, call, call.step, *other), other[0])
+        return lose_message(here, call, step_mismatch(here, call, call.step, *other), other[0])
     share, place = round(2 * len(others) / len(ranks) * x.nbytes), ranks.index(here.identity.rank)
     for counted in here.counters:  # in a ring
         counted.add(here.identity, [ranks[(place + 1) % len(ranks)]], bytes_sent=share)
@@ -206,7 +206,7 @@ def land(here: World, call: Call) -> bool:
                 else:
                     work.wait(here.channels.longest_wait)
             except RuntimeError as error:
-                lose(here, call, error, *(call.parts[index][2:] if one_by_one else ()))
+                lose_message(here, call, error, *(call.parts[index][2:] if one_by_one else ()))
             if here.counters:
                 peer, now = call.parts[index].rank if one_by_one else None, time.monotonic()
                 others = call.hears if call.what == "group_mean" else [part.rank for part in call.parts]

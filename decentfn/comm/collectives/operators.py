@@ -32,9 +32,9 @@ import torch
 from torch import Tensor
 
 from decentfn.comm.collectives.failures import lost_message_error, step_mismatch
-from decentfn.comm.collectives.lookup import Found, Row
+from decentfn.comm.collectives.lookup import FoundRound, Row
 from decentfn.comm.collectives.membership import world
-from decentfn.comm.collectives.messages import land, lose, reduce, send
+from decentfn.comm.collectives.messages import land, lose_message, reduce, send
 from decentfn.comm.collectives.session import Call
 from decentfn.comm.collectives.world import World
 from decentfn.core.context import context
@@ -119,13 +119,13 @@ def _post_kernel(x: Tensor, handle: Tensor, t: Tensor, good: Tensor | None, is_m
     if not workers:
         x = x[None]
     here, local = context.step_world or world(), x.shape[0]
-    topology, number, _ = here.session.rounds.get((id(handle), id(t))) or Found.of(here, handle, t)
+    topology, number, _ = here.session.rounds.get((id(handle), id(t))) or FoundRound.of(here, handle, t)
     what = "group_mean" if is_mean else "exchange"
     if here.session.lost is not None and not here.session.is_running:
         raise lost_message_error(here, here.session.lost)
     call, different = here.session.call(what, number, local)
     if different is not None:  # another rank has made this call at another step
-        lose(here, call, step_mismatch(here, call, call.step, *different), different[0])
+        lose_message(here, call, step_mismatch(here, call, call.step, *different), different[0])
     peers = topology.peers(number)
     if is_mean:
         _post_mean(here, call, peers.members or [], x)

@@ -108,7 +108,7 @@ class Session:
         self.own_steps = False
         """True if each rank counts its own steps (`mailbox.Mailbox`), so that their t is not compared."""
         self.rounds: dict[tuple[int, int], Any] = {}
-        """Rounds of the running step that were found (`lookup.Found`)."""
+        """Rounds of the running step that were found (`lookup.FoundRound`)."""
         self.at = 0
         """Running step, or the last one."""
         self.before = 0

@@ -132,9 +132,9 @@ class World:
         return sum(hook.changes for hook in self.hooks)
 
     @property
-    def loss_is_final(self) -> bool:
+    def failure_is_final(self) -> bool:
         """True if no step can follow one that has lost a message."""
-        return all(hook.loss_is_final for hook in self.hooks)
+        return all(hook.failure_is_final for hook in self.hooks)
 
     def schedule(self, made: Topology) -> Topology:
         """Return the schedule that holds now in place of the one that a step was made for."""
@@ -185,7 +185,7 @@ class World:
             if world is not None:
                 world.channels.hang_up()
                 for hook in world.hooks:
-                    hook.on_loss(world.channels.groups())
+                    hook.on_failure(world.channels.groups())
 
     def let_go(self) -> None:
         """Release all groups: a group's threads and connections end with the last reference to it."""
