@@ -88,11 +88,7 @@ class Liveness:
 
 def _own_address() -> str:
     """Return the address from which this process reaches the store."""
-    place = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    if not all(place):
-        return "127.0.0.1"
-    try:
-        with socket.create_connection(place, 10) as connection:
-            return connection.getsockname()[0]
-    except OSError:
-        return "127.0.0.1"
+    place = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    with suppress(OSError), socket.create_connection(place, 10) as connection:  # without a place, none is found
+        return connection.getsockname()[0]
+    return "127.0.0.1"
