@@ -7,6 +7,7 @@ eager steps and fixed sizes keep PyTorch's own. A step with an operator that is 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -201,9 +202,17 @@ def _install(op: Any, rule: Callable[..., Any], key: Any, always: bool = False) 
     op.py_impl(key)(batched)
 
 
-@cache
+_turn = threading.Lock()
+
+
 def install() -> None:
     """Give the rules to the compiler, once; without PyTorch's names for them it keeps its own."""
+    with _turn:  # ranks may be threads
+        _install_all()
+
+
+@cache
+def _install_all() -> None:
     keys, written_out = BATCHING.find(), DECOMPOSITIONS.find()
     if keys is None or written_out is None:
         return

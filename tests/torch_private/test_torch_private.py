@@ -1,5 +1,7 @@
 """Workarounds for Inductor."""
 
+import subprocess
+import sys
 from contextlib import nullcontext
 
 import pytest
@@ -91,3 +93,34 @@ def test_what_was_compiled_with_other_sources_is_not_used(monkeypatch):
         assert run(df.compile(step)) == before != run(step)
         monkeypatch.setattr(inductor, "_digest_of_sources", lambda: "other sources")
         assert run(df.compile(step)) == run(step)
+
+
+def test_ranks_that_are_threads_may_prepare_the_compiler_at_once():
+    """PyTorch refuses a rule that is given twice."""
+    code = """
+import threading
+from decentfn.torch_private import batching
+
+keys, both, failed = batching.BATCHING.find(), threading.Barrier(2), []
+class Slow:
+    def find(self):
+        try:
+            both.wait(2)  # for the other thread, if it comes this far
+        except threading.BrokenBarrierError:
+            pass
+        return keys
+batching.BATCHING = Slow()
+def prepare():
+    try:
+        batching.install()
+    except RuntimeError as error:
+        failed.append(str(error))
+threads = [threading.Thread(target=prepare) for _ in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print("failed", failed)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "failed []", done.stdout + done.stderr
