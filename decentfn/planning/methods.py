@@ -87,10 +87,8 @@ def _in_buckets(work: Work) -> tuple[float, float]:
 
 def gossip(work: Work, cluster: Cluster, topology: Topology) -> Prediction:
     """adapt_while_communicate: parameters travel during the forward and backward passes."""
-    mixes, inboxes = _mixes(topology), max(1, topology.degree)
-    return _predicted(
-        "adapt_while_communicate", topology.name, work, cluster, topology, mixes, begins=0, inboxes=inboxes
-    )
+    name, mixes, inboxes = "adapt_while_communicate", _mixes(topology), max(1, topology.degree)
+    return _predicted(name, topology.name, work, cluster, topology, mixes, begins=0, inboxes=inboxes)
 
 
 def _mixes(topology: Topology) -> tuple[float | None, float | None]:
@@ -111,9 +109,7 @@ def compressed(work: Work, cluster: Cluster, topology: Topology) -> Prediction:
 def diloco(work: Work, cluster: Cluster, inner_steps: int) -> Prediction:
     """An all-reduce of the parameters after every H steps, which nothing hides."""
     name, made = f"every {inner_steps} steps", complete(cluster.num_workers)
-    return _predicted(
-        "diloco", name, work, cluster, made, (None, None), begins=1, every=inner_steps, inboxes=1, memory=2
-    )
+    return _predicted("diloco", name, work, cluster, made, begins=1, every=inner_steps, inboxes=1, memory=2)
 
 
 def streaming(work: Work, cluster: Cluster, inner_steps: int) -> Prediction:
@@ -125,9 +121,7 @@ def streaming(work: Work, cluster: Cluster, inner_steps: int) -> Prediction:
         replace(work, wire=work.wire / parts),
     )
     every = inner_steps / parts
-    return _predicted(
-        "streaming_diloco", name, part, cluster, made, (None, None), begins=0, every=every, inboxes=1, memory=2
-    )
+    return _predicted("streaming_diloco", name, part, cluster, made, begins=0, every=every, inboxes=1, memory=2)
 
 
 def asynchronous(work: Work, cluster: Cluster) -> Prediction:
@@ -152,7 +146,7 @@ def _predicted(
     work: Work,
     cluster: Cluster,
     topology: Topology,
-    mixes: tuple[float | None, float | None],
+    mixes: tuple[float | None, float | None] = (None, None),
     *,
     begins: float,
     parts: float = 1.0,
