@@ -42,6 +42,7 @@ LOOPS = {
     "diloco": outer(df.diloco),
     "diloco, weights": outer(df.diloco, weight=lambda aux: aux["tokens"]),
     "diloco, 4 bits": outer(df.diloco, compressor=df.compressors.quantize(4)),
+    "diloco, SPARTA": outer(df.diloco, fraction=0.3),
     "diloco, adam": outer(df.diloco, outer_optimizer=df.adam(0.1)),
     "slowmo, 4 bits": outer(df.slowmo, "one-peer-exp", compressor=df.compressors.quantize(4)),
     "streaming_diloco": outer(df.streaming_diloco, num_fragments=2, delay=0),
