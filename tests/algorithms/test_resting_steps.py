@@ -153,7 +153,8 @@ def test_a_step_without_a_round_costs_a_step_and_leaves_the_memory_of_the_outer_
         assert x._version == version and torch.equal(x, before)
     kept = {id(x) for x in trees.leaves(state.memory)}
     assert all(id(x) in kept for x, _, _ in memory)
-    if mode != "simulated" and name != "diloco, weights":  # weights also check that the gradient is finite
+    does_more = ("diloco, weights", "diloco, SPARTA")  # checks that the gradient is finite; averages a few values
+    if mode != "simulated" and name not in does_more:
         assert traffic.nbytes <= 1.05 * bytes_of_a_plain_step(mode)
 
 
