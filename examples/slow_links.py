@@ -8,8 +8,8 @@
 
 Each host is a network namespace behind a link of --mbit Mbit/s (`decentfn lab`). All methods start from the
 same parameters, draw the same batches, and use AdamW with the same schedule over their --steps and a peak that was tuned
-for DDP. Those with rare messages, and so short steps, take twice --steps. The clock stops while the mean over workers is
-evaluated, and starts after the first step, which compiles.
+for DDP. Those with rare messages, and so short steps, take more of them (STEPS). The clock stops while the mean over workers is
+evaluated, and starts after the first step, which compiles all graphs.
 """
 
 import json
@@ -77,11 +77,13 @@ def optimizer(learning_rate: float, warmup: int, steps: int) -> df.Transform:
 
 
 def muon(learning_rate: float, warmup: int, steps: int) -> df.Transform:
-    """Muon for matrices, AdamW for the rest."""
+    """Muon for the blocks' matrices, with three iterations, which cost less than the gradient; AdamW for the rest."""
     schedule = df.schedules.warmup_cosine(10 * learning_rate, warmup, steps)
-    matrices = df.transforms.muon(schedule, weight_decay=WEIGHT_DECAY)
+    matrices = df.transforms.muon(schedule, weight_decay=WEIGHT_DECAY, steps=3)
     others = optimizer(learning_rate, warmup, steps)
-    return df.transforms.partition({True: matrices, False: others}, lambda name, shape: len(shape) == 2)
+    return df.transforms.partition(
+        {True: matrices, False: others}, lambda name, shape: "blocks" in name and len(shape) == 2
+    )
 
 
 def module_mean(module: nn.Module) -> dict[str, Tensor]:
@@ -152,14 +154,18 @@ def ours(
     steps: int,
     every: int = 1,
     inner: Callable[..., df.Transform] = optimizer,
+    peak: float = 1.0,
     **hyperparameters: Any,
 ) -> Method:
     params, _, loss_fn = df.functional(model(), loss_of)
     schedule = df.topologies.every(every, df.topology(topology, df.init().num_workers))
-    init, step = algorithm(loss_fn, inner(learning_rate, warmup, steps), schedule, **hyperparameters)
+    init, step = algorithm(loss_fn, inner(peak * learning_rate, warmup, steps), schedule, **hyperparameters)
     step, held = df.compile(step), [init(params)]
 
     def take(batch: tuple[Tensor, Tensor], t: int) -> None:
+        if t == 0:  # steps with messages and steps without are two graphs: compile both
+            for other in (1, hyperparameters.get("inner_steps", 1) - 1):
+                step(init(params), batch, other)
         held[0], _ = step(held[0], batch, t)
 
     return Method(take, lambda: df.consensus_mean(held[0]))
@@ -180,10 +186,21 @@ METHODS: dict[str, Callable[..., Method]] = {
         ours, df.diloco, "complete", inner_steps=16, compressor=df.compressors.quantize(4), error_decay=0.95
     ),
     "MuLoCo, 2 bits": partial(
-        ours, df.diloco, "complete", inner_steps=16, inner=muon, compressor=df.compressors.quantize(2), error_decay=0.95
+        ours,
+        df.diloco,
+        "complete",
+        inner_steps=8,
+        inner=muon,
+        peak=2.0,
+        outer_learning_rate=1.0,
+        outer_momentum=0.0,
+        compressor=df.compressors.quantize(2),
+        error_decay=0.95,
     ),
     "SPARTA": partial(ours, df.sparta, "complete"),
+    "SPARTA and DiLoCo": partial(ours, df.diloco, "complete", inner_steps=16, fraction=0.005),
     "K-GT": partial(ours, df.k_gt, "static-exp", inner_steps=16),
+    "all-reduce, Muon, bf16": partial(ours, df.all_reduce, "complete", inner=muon, peak=2.0, wire_dtype=torch.bfloat16),
     "streaming DiLoCo": partial(
         ours, df.streaming_diloco, "complete", inner_steps=16, num_fragments=4, wire_dtype=torch.bfloat16
     ),
@@ -203,17 +220,18 @@ METHODS: dict[str, Callable[..., Method]] = {
 }
 
 
-RARE = (
-    "one-peer gossip every 4 steps, bf16",
-    "DiLoCo",
-    "DiLoCo, 4 bits",
-    "MuLoCo, 2 bits",
-    "K-GT",
-    "streaming DiLoCo",
-    "GASLoC",
-    "Factored Gossip DiLoCo",
-)
-"""Methods whose messages are so rare that they take twice the steps in less time."""
+STEPS: dict[str, float] = {
+    "one-peer gossip every 4 steps, bf16": 2,
+    "DiLoCo": 2,
+    "DiLoCo, 4 bits": 2,
+    "MuLoCo, 2 bits": 0.64,
+    "K-GT": 2,
+    "all-reduce, Muon, bf16": 0.64,
+    "streaming DiLoCo": 2,
+    "GASLoC": 2,
+    "Factored Gossip DiLoCo": 2,
+}
+"""Steps of a method in units of --steps, if not 1: with rare messages, twice the steps take less time than DDP's."""
 
 
 def batches(seed: int, rank: int, size: int, steps: int, text: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -299,12 +317,13 @@ def draw(runs: list[dict[str, Any]]) -> Any:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4), layout="constrained")
+    names = [name for name in METHODS if any(run["method"] == name for run in runs)]
     for axes, (key, unit, scale) in zip(
         figure.subplots(1, 2, sharey=True), [("s", "seconds", 1), ("bytes", "MB sent by a host", 1e6)], strict=True
     ):
         for run in runs:
             points = run["curve"]
-            color = f"C{list(METHODS).index(run['method'])}"
+            color = f"C{names.index(run['method'])}"
             axes.plot(
                 [point[key] / scale for point in points],
                 [point["bits_per_byte"] for point in points],
@@ -338,7 +357,7 @@ def main(
     Args:
         methods: names of METHODS.
         seeds: of the start and of the data.
-        steps: of every method; twice as many of those in RARE.
+        steps: of DDP; others take a multiple (STEPS).
         learning_rate: the peak.
         evaluations: points of a curve.
         hosts: each of one rank.
@@ -362,7 +381,7 @@ def main(
     out.mkdir(parents=True, exist_ok=True)
     for seed in () if only_report else seeds:
         for method in methods:
-            its_steps = 2 * steps if method in RARE else steps
+            its_steps = round(STEPS.get(method, 1) * steps)
             path = out / f"{method.replace(', ', '-').replace(' ', '-')}-{its_steps}-{seed}.json"
             if path.exists():
                 continue

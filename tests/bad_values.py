@@ -55,6 +55,7 @@ MENDED = {
     "k_gt": _OUTER,
     "led": _OUTER,
     "diloco, 4 bits": _OUTER,
+    "diloco, SPARTA": _OUTER,
     "streaming_diloco, 2 bits": _OUTER,
     "noloco, 8 bits": _OUTER,
     "beer": "own public copy",

@@ -184,6 +184,13 @@ ROWS: dict[str, Subject] = {
         laws=(outer_parameters_stay_equal,),
         starts_equal=True,
     ),
+    "diloco, SPARTA": Subject(
+        df.diloco,
+        on("complete"),
+        {"inner_steps": 2, "fraction": 0.3},
+        laws=(outer_parameters_stay_equal,),
+        starts_equal=True,
+    ),
     "streaming_diloco, 2 bits": Subject(
         df.streaming_diloco,
         on("complete"),

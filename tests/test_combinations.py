@@ -241,7 +241,7 @@ def test_a_step_number_beyond_32_bits_is_one_of_its_period(row):
     topology = ROWS[row].topology(N)
     if topology.period is None:
         pytest.skip("declined: a random schedule has no period")
-    if row in ("power_gossip", "sparta"):
+    if row in ("power_gossip", "sparta", "diloco, SPARTA"):
         pytest.skip("declined: directions and places are drawn by (seed, t)")
     algorithm = _built(row)
     cycle = topology.period * 4 * 2**34  # also a multiple of the rows' inner steps
@@ -293,7 +293,7 @@ def test_a_guarded_averaged_run_resizes_to_six_workers_and_back(row):
 @rows
 def test_empty_and_single_element_leaves_change_no_other(row):
     """Leaves (0,), (3, 0), () and (1, 1) beside the others; elementwise algorithms treat each element alike."""
-    joined = ("power_gossip", "demo", "clipped_gossip", "demuon", "quasi_global_adam", "sparta")
+    joined = ("power_gossip", "demo", "clipped_gossip", "demuon", "quasi_global_adam", "sparta", "diloco, SPARTA")
     if "compressor" in ROWS[row].hyperparameters or row in joined or "num_fragments" in ROWS[row].hyperparameters:
         pytest.skip("declined: what one leaf sends, or when, depends on the others")
 

@@ -10,6 +10,10 @@ with a compressor C (MuLoCo; Thérien et al., 2025; arXiv:2505.23725)
 
     e ← ρ e + n w_i (φ - θ_i) / Σ_i w_i;    q = C(e);    e ← e - q;    Δ = mean_i q_i
 
+with SPARTA (Beton et al., ICLR 2025 workshop MCDC), after every update
+
+    θ_k ← mean_i θ_{i,k}               for k in M_t, a random share p of the elements
+
 θ: a worker's (inner) parameters; g: its gradient; u: the inner optimizer's update; φ: the outer parameters, the same
 on all workers; w_i: a worker's weight, by default 1; Δ: the outer gradient, with the sign of a gradient; b: the outer momentum, β: its decay;
 η: the outer learning rate; e: a worker's own error, ρ: its decay. SNOO is DiLoCo with one worker (Kallusky et al.,
@@ -27,7 +31,8 @@ from torch import Tensor
 from decentfn import kit
 from decentfn.algorithms import outer as outer_steps
 from decentfn.algorithms.outer import outer_gradient, progress, to_send
-from decentfn.core.arguments import require
+from decentfn.algorithms.sparta import mix_some
+from decentfn.core.arguments import real, require
 
 
 class Memory(NamedTuple):
@@ -54,6 +59,8 @@ def diloco(
     compressor: kit.Compressor | None = None,
     error_decay: float = 1.0,
     weight: Callable[[kit.PyTree], Tensor] | None = None,
+    fraction: float = 0.0,
+    seed: int = 0,
     **options: Unpack[kit.Options],
 ) -> kit.Algorithm:
     """Train locally for H steps, then move the common parameters along the workers' mean progress.
@@ -79,6 +86,9 @@ def diloco(
         error_decay: ρ in [0, 1]; with 1 nothing that was learned is lost.
         weight: function from the loss's aux to this worker's weight of a step, 0-d and >= 0, such as
             `lambda aux: aux["tokens"]`; it is summed over the H steps, and 0 leaves the worker out. None: all weights are equal.
+        fraction: p in [0, 1] of SPARTA, the share of the parameters that is averaged after every step: 0.005 in the paper,
+            2(N-1)/N times as much is sent per step. 0: nothing is sent between outer steps.
+        seed: seed of SPARTA's draws.
         options: `bucket_mb`, `wire_dtype`, `shared`; see `Options`.
 
     Raises:
@@ -90,6 +100,7 @@ def diloco(
     kit.require_whole("diloco", inner_steps=inner_steps)
     kit.require_positive("diloco", outer_learning_rate=outer_learning_rate)
     kit.require_fractions("diloco", outer_momentum=outer_momentum)
+    require(0 <= real("diloco", "fraction", fraction) <= 1, "diloco", "the fraction lies in [0, 1].", fraction=fraction)
     feedback = outer_steps.Feedback.of("diloco", compressor, error_decay, worker, options)
     schedule = outer_steps.after_steps(inner_steps, worker.everyone if feedback is None else feedback.everyone)
     beta, wire = outer_momentum, worker.wire_dtype
@@ -126,7 +137,10 @@ def diloco(
             phi = kit.add(phi, u)
         return phi, Memory(phi, b, None if own is None else torch.zeros_like(own), error)
 
-    step = outer_steps.local_steps(worker, schedule, outer, weight=weigh)
+    def mix(theta: kit.Buckets, t: Tensor) -> kit.Buckets:
+        return mix_some(worker, theta, t, fraction, seed, worker.everyone) if fraction else theta
+
+    step = outer_steps.local_steps(worker, schedule, outer, weight=weigh, mix=mix)
     return worker.algorithm(
         step,
         start,

@@ -44,6 +44,7 @@ def local_steps(
     weight: kit.Weight | None = None,
     own_steps: Sequence[int] = (),
     correction: Callable[[Any, Tensor], kit.Buckets] | None = None,
+    mix: Callable[[kit.Buckets, Tensor], kit.Buckets] = lambda theta, t: theta,
 ) -> Callable[[kit.State, kit.PyTree, Tensor], tuple[kit.State, kit.Metrics]]:
     """Return the step `θ ← θ + u(θ, g(θ))`, followed by an outer step whenever `schedule` is active.
 
@@ -58,6 +59,7 @@ def local_steps(
         own_steps: number of steps that each worker takes before each outer step; none: all.
         weight: weight of the gradient, which is added to `memory.weight` in every step.
         correction: `(memory, t) -> c`, wide, which is subtracted in every step: `θ ← θ + u - c`.
+        mix: `(θ, t) -> θ`, done after every update.
     """
     longest, counts = max(own_steps, default=1), Numbers(*own_steps)
 
@@ -78,7 +80,7 @@ def local_steps(
         u, local = worker.update(g.grads, moves, local, theta)
         if correction is not None:
             u = kit.each(lambda u, c: u.to(c.dtype) - c, u, correction(memory, t))
-        theta = kit.unless_bad(kit.add(theta, u), lambda: memory.phi)
+        theta = mix(kit.unless_bad(kit.add(theta, u), lambda: memory.phi), t)
         if g.weight is not None:
             memory = memory._replace(weight=memory.weight + g.weight.to(memory.weight.dtype))
         if kit.rests(schedule):

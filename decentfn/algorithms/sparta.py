@@ -4,7 +4,8 @@
     x_k ← mean_i x_{i,k}               for k in M_t
 
 x: a worker's parameters; g: its gradient; u: the optimizer's update; M_t: a random set of elements, the same on all workers, drawn by
-(seed, t, bucket), each with probability p. Without updates E Σ‖x_i - x̄‖² falls by 1 - p per step.
+(seed, t, bucket), each with probability p. Without updates E Σ‖x_i - x̄‖² falls by 1 - p per step. `diloco(fraction=p)` does it
+between two outer steps, as the paper also does.
 """
 
 from __future__ import annotations
@@ -50,20 +51,24 @@ def sparta(
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
     require(0 < fraction <= 1, "sparta", "the fraction lies in (0, 1].", fraction=fraction)
 
-    def places(x: kit.Buckets, t: Tensor) -> list[Tensor]:
-        counts = [min(b.shape[0], max(1, round(fraction * b.shape[0]))) for b in x]
-        everyone = torch.zeros((), dtype=torch.int64, device=x[0].device)  # the same draws
-        pairs = enumerate(zip(counts, x, strict=True))
-        return [spread(seed, t, i, count, b.shape[0], everyone) for i, (count, b) in pairs]
-
     def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         g, local = worker.gradient(state.params, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, state.params)
-        x = kit.add(state.params, u)
-        where = places(x, t)
-        some = loose([torch.gather(b, 0, k) for b, k in zip(x, where, strict=True)], x.plan.buckets)
-        mixed = worker.mix(some, t)
-        new = [b.scatter(0, k, m.to(b.dtype)) for b, k, m in zip(x, where, mixed, strict=True)]
-        return kit.State(kit.Buckets(new, x.plan), local), g.metrics
+        x = mix_some(worker, kit.add(state.params, u), t, fraction, seed)
+        return kit.State(x, local), g.metrics
 
     return worker.algorithm(step)
+
+
+def mix_some(
+    worker: kit.Worker, x: kit.Buckets, t: Tensor, fraction: float, seed: int, topology: kit.Topology | None = None
+) -> kit.Buckets:
+    """Return `x` with the values mixed that (seed, t, bucket) draws; `topology` as for `Worker.mix`."""
+    everyone = torch.zeros((), dtype=torch.int64, device=x[0].device)  # the same draws
+    counts = [min(b.shape[0], max(1, round(fraction * b.shape[0]))) for b in x]
+    where = [
+        spread(seed, t, i, count, b.shape[0], everyone) for i, (count, b) in enumerate(zip(counts, x, strict=True))
+    ]
+    some = loose([torch.gather(b, 0, k) for b, k in zip(x, where, strict=True)], x.plan.buckets)
+    mixed = worker.mix(some, t, topology)
+    return kit.Buckets([b.scatter(0, k, m.to(b.dtype)) for b, k, m in zip(x, where, mixed, strict=True)], x.plan)

@@ -95,6 +95,7 @@ def _row(p: Prediction) -> dict[str, Any]:
         "busiest node MB": p.between / 1e6,
         "MB inside": p.inside / 1e6,
         "gap/step": p.gap,
+        "noise spread": p.noise_spread,
         "GB per process": p.memory / 1e9,
         "checkpoint GB": p.checkpoint / 1e9,
         "limited by": p.bottleneck.removeprefix("links "),

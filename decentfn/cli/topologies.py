@@ -78,6 +78,7 @@ def _facts(made: Topology) -> dict[str, Any]:
         "gap": c.spectral_gap,
         "gap/step": c.gap_per_step,
         "contraction": c.expected_contraction,
+        "noise spread": c.noise_spread,
         "doubly stochastic": c.is_doubly_stochastic,
         "symmetric": c.is_symmetric,
     }

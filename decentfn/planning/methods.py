@@ -36,6 +36,8 @@ class Prediction:
     """Bytes per step between a process and the others of its node, likewise; a sharded worker's gathers included."""
     gap: float | None
     """Spectral gap per step of mixing uncompressed; 1 is the exact mean in every step, None: random, or none."""
+    noise_spread: float | None
+    """`Certificate.noise_spread`, how far the noise of gradients drives workers apart; 0 if all are equal."""
     memory: float
     """Bytes of a process: parameters, gradients, Adam's moments, the method's own copies, inboxes, and the copy that a
     sharded module keeps. Activations, gathered layers and the copy that a `Saver` writes come in addition."""
@@ -68,13 +70,13 @@ def ddp(work: Work, cluster: Cluster) -> Prediction:
     members, local = (count * cluster.processes_per_worker for count in both)
     alone = replace(cluster, num_workers=members, workers_per_node=local, processes_per_worker=1)
     begins, parts = _in_buckets(work)
-    return _predicted("DDP", "all-reduce", work, alone, complete(members), 1.0, begins=begins, parts=parts)
+    return _predicted("DDP", "all-reduce", work, alone, complete(members), (1.0, 0.0), begins=begins, parts=parts)
 
 
 def hsdp(work: Work, cluster: Cluster) -> Prediction:
     """Parameters sharded in a node: gathered twice and gradients scattered there, and averaged over the nodes."""
     made, (begins, parts) = complete(cluster.num_workers), _in_buckets(work)
-    return _predicted("HSDP", "all-reduce", work, cluster, made, 1.0, begins=begins, parts=parts)
+    return _predicted("HSDP", "all-reduce", work, cluster, made, (1.0, 0.0), begins=begins, parts=parts)
 
 
 def _in_buckets(work: Work) -> tuple[float, float]:
@@ -85,23 +87,29 @@ def _in_buckets(work: Work) -> tuple[float, float]:
 
 def gossip(work: Work, cluster: Cluster, topology: Topology) -> Prediction:
     """adapt_while_communicate: parameters travel during the forward and backward passes."""
-    gap, inboxes = certificate(topology).gap_per_step, max(1, topology.degree)
-    return _predicted("adapt_while_communicate", topology.name, work, cluster, topology, gap, begins=0, inboxes=inboxes)
+    name, mixes, inboxes = "adapt_while_communicate", _mixes(topology), max(1, topology.degree)
+    return _predicted(name, topology.name, work, cluster, topology, mixes, begins=0, inboxes=inboxes)
+
+
+def _mixes(topology: Topology) -> tuple[float | None, float | None]:
+    """Return the gap per step and the noise spread."""
+    facts = certificate(topology)
+    return facts.gap_per_step, facts.noise_spread
 
 
 def compressed(work: Work, cluster: Cluster, topology: Topology) -> Prediction:
     """deep_squeeze, which any schedule suits: a message is known after the update, so nothing hides it."""
-    gap, sent = certificate(topology).gap_per_step, of_schedule(topology, cluster, to_each=True).sent
+    mixes, sent = _mixes(topology), of_schedule(topology, cluster, to_each=True).sent
     inboxes, name = max(topology.degree, math.ceil(sent)), "deep_squeeze"
     return _predicted(
-        name, topology.name, work, cluster, topology, gap, begins=1, inboxes=inboxes, memory=1, to_each=True
+        name, topology.name, work, cluster, topology, mixes, begins=1, inboxes=inboxes, memory=1, to_each=True
     )
 
 
 def diloco(work: Work, cluster: Cluster, inner_steps: int) -> Prediction:
     """An all-reduce of the parameters after every H steps, which nothing hides."""
     name, made = f"every {inner_steps} steps", complete(cluster.num_workers)
-    return _predicted("diloco", name, work, cluster, made, None, begins=1, every=inner_steps, inboxes=1, memory=2)
+    return _predicted("diloco", name, work, cluster, made, begins=1, every=inner_steps, inboxes=1, memory=2)
 
 
 def streaming(work: Work, cluster: Cluster, inner_steps: int) -> Prediction:
@@ -113,7 +121,7 @@ def streaming(work: Work, cluster: Cluster, inner_steps: int) -> Prediction:
         replace(work, wire=work.wire / parts),
     )
     every = inner_steps / parts
-    return _predicted("streaming_diloco", name, part, cluster, made, None, begins=0, every=every, inboxes=1, memory=2)
+    return _predicted("streaming_diloco", name, part, cluster, made, begins=0, every=every, inboxes=1, memory=2)
 
 
 def asynchronous(work: Work, cluster: Cluster) -> Prediction:
@@ -127,6 +135,7 @@ def asynchronous(work: Work, cluster: Cluster) -> Prediction:
         between=its.between * sent,
         inside=its.inside * sent,
         gap=None,
+        noise_spread=None,
         bottleneck="computation",
     )
 
@@ -137,7 +146,7 @@ def _predicted(
     work: Work,
     cluster: Cluster,
     topology: Topology,
-    gap: float | None,
+    mixes: tuple[float | None, float | None] = (None, None),
     *,
     begins: float,
     parts: float = 1.0,
@@ -173,7 +182,8 @@ def _predicted(
         between=traffic.between * payload / every,
         inside=traffic.inside * payload / every / shards
         + 3 * (shards - 1) / shards * own,  # gathered twice, scattered once
-        gap=gap,
+        gap=mixes[0],
+        noise_spread=mixes[1],
         memory=(held + inboxes * payload) / shards,
         checkpoint=(own + kept) * (cluster.num_workers if has_replicas else 1),
         bottleneck="computation" if is_hidden else slowest,

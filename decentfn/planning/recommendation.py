@@ -138,8 +138,13 @@ def _ranked(
         predict = partial(compressed, replace(work, wire=work.nbytes * sent), cluster)
         schedules = [schedule for schedule in schedules if schedule.groups is None or schedule.draw is None]
     rows = [*((p, None) for p in found), *((predict(made), made) for made in schedules)]
-    rows.sort(key=lambda row: (row[0].seconds, -(row[0].gap or 0), row[0].between, row[0].topology != "base"))
+    rows.sort(key=lambda row: (row[0].seconds, *_mixing(row[0]), row[0].between, row[0].topology != "base"))
     return rows
+
+
+def _mixing(p: Prediction) -> tuple[float, float]:
+    """Return the noise spread, infinite if there is none, and the gap, negative: the best mixing is the smallest."""
+    return float("inf") if p.noise_spread is None else p.noise_spread, -(p.gap or 0)
 
 
 def _best(rows: Sequence[tuple[Prediction, Topology | None]]) -> tuple[Prediction, Topology | None]:

@@ -21,7 +21,7 @@ from decentfn.topologies.graphs import chain as chain
 from decentfn.topologies.hierarchies import alternating_exp_ring, hierarchical
 from decentfn.topologies.hypercubes import base, hyper_hypercube, hypercube, simple_base
 from decentfn.topologies.lossy import cut, lossy
-from decentfn.topologies.matching import random_matching, shift_one
+from decentfn.topologies.matching import random_matching, sampled, shift_one
 from decentfn.topologies.registry import register_topology, topology, topology_names
 from decentfn.topologies.resized import Resized
 from decentfn.topologies.rounds import Edge, Round, Topology, mixed, mixing_matrix
@@ -76,6 +76,7 @@ __all__ = [
     "register_topology",
     "relabel",
     "ring",
+    "sampled",
     "shift_one",
     "shuffled",
     "simple_base",

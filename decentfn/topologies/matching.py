@@ -1,12 +1,14 @@
-"""Pairs that change from step to step, at random or by a shift."""
+"""Pairs that change from step to step, at random or by a shift, and random samples of the workers."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from decentfn.core import draws
-from decentfn.core.arguments import require
+from decentfn.core.arguments import checks_numbers, require
 from decentfn.topologies.construct import alone
 from decentfn.topologies.drawn import from_draw, from_rounds
 from decentfn.topologies.registry import register_topology
@@ -39,6 +41,38 @@ def random_matching(num_workers: int, *, seed: int = 0) -> Topology:
         return pair_weights(torch.zeros_like(order).scatter(0, order, order.index_select(0, other)), 0.5)
 
     return from_draw("random-matching", n, draw)
+
+
+@checks_numbers
+def sampled(num_workers: int, participants: int, *, seed: int = 0) -> Topology:
+    """Average among m random workers in every step (sampled participation); the others keep their values and nobody waits.
+
+    In expectation a step contracts the squared disagreement by 1 - (m-1)/(N-1).
+    Cost per step: m-1 messages of each participant. A function of (seed, t), the same on every worker. The m of a round
+    every H steps are those of `df.topologies.every(H, sampled(N, m))`, and of outer methods on it: `gasloc`'s mean follows
+    DiLoCo. Where all workers take the same outer step, `decoupled_diloco(arrives=...)` draws who counts.
+
+    Args:
+        num_workers: N >= 1.
+        participants: m, from 2 to N (1 if N is 1).
+        seed: any integer.
+    """
+    n, m = num_workers, participants
+    rule = f"from 2 to all {n} workers take part in a round."
+    require(min(2, n) <= m <= n, "sampled", rule, participants=m)
+    place, ahead = torch.arange(m)[:, None], torch.arange(1, m)
+
+    def draw(t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        these, alone = draws.permutation(seed, t, n)[:m], torch.arange(n)[:, None].expand(n, m - 1)
+        weights = torch.zeros(n, m, dtype=torch.float64)
+        weights[:, 0] = 1.0
+        weights[these] = 1 / m
+        heard, told = (alone.index_copy(0, these, these[(place + step) % m]) for step in (ahead, -ahead))
+        return heard, told, weights
+
+    made = from_draw(f"sampled({m})", n, draw)
+    object.__setattr__(made, "family", partial(sampled, participants=m, seed=seed))
+    return made
 
 
 @register_topology("shift-one")

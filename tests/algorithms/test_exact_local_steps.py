@@ -5,6 +5,8 @@ import pytest
 import torch
 
 import decentfn as df
+from decentfn.compressors.sparse import spread as draw_places
+from tests.algorithms.test_error_feedback import largest
 from tests.quadratics import Sgd, build, flat, loss, problem, random_symmetric, run, start, states, static_ring
 
 N, K, LR, STEPS = 6, 4, 0.05, 40
@@ -158,6 +160,57 @@ def test_sparta_of_all_parameters_is_adapt_then_combine():
     agree(run(build(df.sparta, p, RING, LR, fraction=1.0), p, STEPS), expected, 1e-13)
 
 
+def places(t, fraction, seed):
+    """Of the two buckets: the last 3 elements, then the first 2."""
+    counts = [(size, max(1, round(fraction * size))) for size in (3, 2)]
+    tail, head = (draw_places(seed, t, i, count, size, torch.tensor(0)) for i, (size, count) in enumerate(counts))
+    return np.concatenate([head.numpy(), 2 + tail.numpy()])
+
+
+@pytest.mark.parametrize("matrices", [RING, random_symmetric(N, 3, seed=1)], ids=["static", "time-varying"])
+def test_sparta_follows_its_equation(matrices):
+    p = problem(N)
+    x, xs = p.start.copy(), [p.start]
+    for t in range(STEPS):
+        x = x - LR * p.gradients(x)
+        k = places(t, 0.6, 3)
+        x[:, k] = matrices[t % len(matrices)] @ x[:, k]
+        xs.append(x.copy())
+    agree(run(build(df.sparta, p, matrices, LR, fraction=0.6, seed=3), p, STEPS), np.stack(xs))
+
+
+@pytest.mark.parametrize("compressor", [None, df.compressors.top_k(k=1)], ids=["plain", "compressed"])
+def test_diloco_with_sparta_follows_its_equation(compressor):
+    p = problem(N, starts_equal=True)
+    theta, phi, b, e, xs = p.start.copy(), p.start, 0.0, np.zeros_like(p.start), [p.start]
+    for t in range(STEPS):
+        theta = theta - LR * p.gradients(theta)
+        k = places(t, 0.6, 3)
+        theta[:, k] = theta[:, k].mean(0)
+        if (t + 1) % K == 0:
+            q = e + phi - theta
+            if compressor is not None:
+                e, q = q, largest(q)
+                e = e - q
+            b = 0.8 * b + q.mean(0)
+            phi = phi - 0.6 * (q.mean(0) + 0.8 * b)
+            theta = phi.copy()
+        xs.append(theta.copy())
+    options = {"inner_steps": K, "outer_learning_rate": 0.6, "outer_momentum": 0.8, "fraction": 0.6, "seed": 3}
+    found = run(build(df.diloco, p, RING, LR, compressor=compressor, **options), p, STEPS)
+    agree(found, np.stack(xs))
+    apart = [np.ptp(x, 0) for x in found[1:]]
+    assert all((apart[t][places(t, 0.6, 3)] < 1e-12).all() for t in range(STEPS))
+    assert np.abs(run(build(df.diloco, p, RING, LR, **options | {"fraction": 0.0}), p, STEPS) - found).max() > 1e-3
+
+
+def test_diloco_with_sparta_of_all_parameters_never_lets_the_workers_drift():
+    """The outer step then sees the progress of a single worker with the mean gradient."""
+    p = problem(N, starts_equal=True)
+    found = run(build(df.diloco, p, RING, LR, inner_steps=K, fraction=1.0), p, STEPS)
+    agree(found, np.repeat(found[:, :1], N, 1), 1e-13)
+
+
 def spread(fraction, steps, dim=4000):
     draw = torch.Generator().manual_seed(0)
     init, step = df.sparta(
@@ -193,6 +246,12 @@ def test_sparta_sends_its_fraction_and_draws_other_places_in_every_step(monkeypa
     assert sum(sent) == 2 * 20
     places = [set(np.flatnonzero((xs[t + 1] != xs[t]).any(0))) for t in range(2)]
     assert places[0] != places[1] and all(len(p) == 20 for p in places)
+
+
+@pytest.mark.parametrize("bad", [-0.1, 1.5])
+def test_diloco_refuses_a_fraction_outside(bad):
+    with pytest.raises(ValueError, match=r"diloco\(fraction=.*\[0, 1\]"):
+        df.diloco(loss, df.sgd(0.1), df.topology("complete", N), fraction=bad)
 
 
 @pytest.mark.parametrize("bad", [0.0, 1.5])

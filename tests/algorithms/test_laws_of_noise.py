@@ -75,6 +75,27 @@ def test_disagreement_under_noise_is_a_sum_over_all_eigenvalues(name):
     assert np.trace(P) - P.sum() / N == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_certificate_tells_how_far_noise_drives_workers_apart(name):
+    """Its spread times η² σ², to first order in the rate η: of the library's own steps, on every graph."""
+    rate, topology = 1e-5, on(name, N)
+    P = stationary(maps(df.adapt_then_combine, topology, rate))
+    spread = df.topologies.certificate(topology).noise_spread
+    assert (np.trace(P) - P.sum() / N) / N == pytest.approx(rate**2 * spread, rel=1e-3, abs=1e-16)
+
+
+def test_the_noise_spread_is_that_of_its_closed_form_or_none():
+    ring = df.mixing_matrix(on("static-ring", 16), 0).numpy()
+    squares = np.sort(np.linalg.eigvalsh(ring) ** 2)[:-1]
+    spread = {name: df.topologies.certificate(on(name, 16)).noise_spread for name in ("static-ring", "random-matching")}
+    assert spread["static-ring"] == pytest.approx((squares / (1 - squares)).sum() / 16)
+    kept = 0.5 - 0.5 / 15  # of the squared disagreement, by a random pairing, in every direction
+    assert spread["random-matching"] == pytest.approx(15 / 16 * kept / (1 - kept), rel=0.1)
+    assert df.topologies.certificate(on("complete", 16)).noise_spread == pytest.approx(0, abs=1e-12)
+    for unbounded in (df.topologies.idle(4), on("static-ring", 300)):
+        assert df.topologies.certificate(unbounded).noise_spread is None
+
+
 def disagreements(W, steps):
     """Mean squared disagreement after each step, relative to the start, of random vectors: `Σ_{k >= 2} λ_k^{2t} / (N - 1)`."""
     topology = df.topologies.from_matrices("given", [W.tolist()])
@@ -89,20 +110,21 @@ def disagreements(W, steps):
 
 
 def test_of_two_graphs_the_one_with_the_smaller_gap_may_agree_sooner():
-    """Two cliques joined by a link have one slow mode, a ring has many. Both follow their whole spectrum in every step."""
+    """Two cliques joined by three links have few slow modes, a ring has many. Both follow their whole spectrum in every step."""
     n = 16
     joined = np.kron(np.eye(2), np.full((8, 8), 1 / 8))
-    joined[7, 7] -= 1 / 16
-    joined[8, 8] -= 1 / 16
-    joined[7, 8] = joined[8, 7] = 1 / 16
+    for i, j in ((5, 8), (6, 9), (7, 10)):
+        joined[[i, j], [i, j]] -= 1 / 16
+        joined[[i, j], [j, i]] = 1 / 16
     ring = df.mixing_matrix(df.topology("static-ring", n), 0).numpy()
-    gaps, curves = [], []
+    gaps, spreads, curves = [], [], []
     for W in (joined, ring):
         eigenvalues = np.sort(np.abs(np.linalg.eigvalsh(W)))[:-1]
         powers = np.array([(eigenvalues ** (2 * t)).sum() for t in range(1, 31)])
         curve = disagreements(W, 30)
         np.testing.assert_allclose(curve / curve[0], powers / powers[0], rtol=1e-8)
         gaps.append(1 - eigenvalues[-1])
+        spreads.append(df.topologies.certificate(df.topologies.from_matrices("given", [W.tolist()])).noise_spread)
         curves.append(powers / (n - 1))
-    assert gaps[0] < gaps[1]
+    assert gaps[0] < gaps[1] and spreads[0] < spreads[1]
     assert curves[0][4] < 0.65 * curves[1][4]

@@ -42,6 +42,7 @@ LOOPS = {
     "diloco": outer(df.diloco),
     "diloco, weights": outer(df.diloco, weight=lambda aux: aux["tokens"]),
     "diloco, 4 bits": outer(df.diloco, compressor=df.compressors.quantize(4)),
+    "diloco, SPARTA": outer(df.diloco, fraction=0.3),
     "diloco, adam": outer(df.diloco, outer_optimizer=df.adam(0.1)),
     "slowmo, 4 bits": outer(df.slowmo, "one-peer-exp", compressor=df.compressors.quantize(4)),
     "streaming_diloco": outer(df.streaming_diloco, num_fragments=2, delay=0),
@@ -152,7 +153,8 @@ def test_a_step_without_a_round_costs_a_step_and_leaves_the_memory_of_the_outer_
         assert x._version == version and torch.equal(x, before)
     kept = {id(x) for x in trees.leaves(state.memory)}
     assert all(id(x) in kept for x, _, _ in memory)
-    if mode != "simulated" and name != "diloco, weights":  # weights also check that the gradient is finite
+    does_more = ("diloco, weights", "diloco, SPARTA")  # checks that the gradient is finite; averages a few values
+    if mode != "simulated" and name not in does_more:
         assert traffic.nbytes <= 1.05 * bytes_of_a_plain_step(mode)
 
 

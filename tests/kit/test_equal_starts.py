@@ -13,7 +13,7 @@ N, STEPS = 4, 50
 NARROW = [row for row in contract.ROWS if row in ("diloco", "streaming_diloco")]
 CASES = [(row, {}) for row in contract.ROWS] + [(row, {"wire_dtype": torch.bfloat16}) for row in NARROW]
 STAY_APART = {"all_reduce", "decoupled_diloco", "demo", "relay_sgd, gradients", "sparse_loco"} | {
-    row for row in contract.ROWS if "diloco," in row
+    row for row in contract.ROWS if "diloco," in row and "bits" in row
 }
 REFUSED = r"replicas must start equal"
 
