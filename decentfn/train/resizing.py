@@ -11,7 +11,7 @@ from torch import Tensor
 
 from decentfn.comm import collectives
 from decentfn.core import trees
-from decentfn.core.buckets import Buckets, Plan, is_finite, with_own
+from decentfn.core.buckets import Buckets, Plan, cast_like, is_finite, with_own
 from decentfn.core.trees import PyTree
 from decentfn.engine.simulation import stack
 from decentfn.errors import NonFinite
@@ -19,6 +19,7 @@ from decentfn.kit.state import State, restarted
 from decentfn.kit.state_check import lines_of
 from decentfn.kit.step import Algorithm, require_algorithm
 from decentfn.train.consensus import is_stacked
+from decentfn.train.own_steps import memory_of
 
 _CALL = "resize(state, algorithm)"
 
@@ -85,7 +86,15 @@ def resized(fresh: State, rows: State, worker: int = 0) -> State:
     and not at all for leaves that restart.
     """
     rules = _with_own(_rules(fresh), fresh.params.plan, worker)
-    x = trees.map(lambda rule, values: rule(values), rules.params, rows.params)
+    memory = memory_of(rows)  # with masses, by which parameters count, as in `consensus_mean`
+    mass = None if memory is None else torch.stack(list(memory.weight))
+
+    def weighed(values: Iterable[Tensor]) -> Iterable[Tensor]:
+        if mass is None:
+            return values
+        return (row.double() * share for row, share in zip(values, mass / mass.mean(), strict=True))
+
+    x = cast_like(trees.map(lambda rule, values: rule(weighed(values)), rules.params, rows.params), fresh.params)
     restart = (fresh.local, restarted(fresh.memory, x))
     new = State(x, *trees.map(_apply, rules[1:], rows[1:], restart))
     for (name, leaf), rule, start in zip(
