@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
+from decentfn.core.buckets import in_parts
 from decentfn.optim.transforms.optimizers import require_adam
 
 
@@ -72,6 +73,10 @@ def quasi_global_adam(
     require_adam("quasi_global_adam", b1, b2, eps)
     kit.require_positive("quasi_global_adam", gradient_weight=gradient_weight)
 
+    def normalized(moved: kit.Buckets) -> kit.Buckets:
+        length = kit.global_norm(moved) + 1e-8
+        return kit.each(lambda moved: moved / length.to(moved.dtype), moved)
+
     def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x, (m, v, count) = state.params, state.memory
         k = (count + 1).to(torch.float64)
@@ -87,8 +92,7 @@ def quasi_global_adam(
         u, local = worker.update(kit.each(direction, g.grads, m, v), g, local, x)
         mixed = worker.mix(kit.add(x, u), t)
         moved = kit.each(torch.sub, kit.widen(x), mixed)
-        length = kit.global_norm(moved) + 1e-8
-        d = kit.each(lambda moved: moved / length.to(moved.dtype), moved)
+        d = in_parts(normalized, moved)
         m_new = kit.each(lambda m, d: b1 * m + (1 - b1) * d, m, d)
         v_new = kit.each(lambda v, d: b2 * v + (1 - b2) * d**2, v, d)
         memory = g.keep(Memory(m_new, v_new, count + 1), state.memory)

@@ -28,6 +28,6 @@ def number_of(value: Any) -> int:
     return int(handle_of(value))
 
 
-def by_handle(handle: Tensor | str | int) -> Any:
+def by_handle(handle: Tensor | str | bytes | int) -> Any:
     """Return the object with this number, while it lives."""
     return _objects[int(handle)]

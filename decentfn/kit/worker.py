@@ -24,6 +24,7 @@ from decentfn.core.buckets import (
     is_finite,
     known_finite,
     loose,
+    part_of,
     scale,
     where,
     with_own,
@@ -196,8 +197,9 @@ class Worker:
         if scaling is not None and scale is not None:
             common = self.everywhere(own, t) if together or scaling.agree else own
             good, local = common if together else own, local._replace(scale=scaling.advance(scale, common))
-        elif together:  # the average leaves the bad ones out, so the result is good
-            return g._replace(norm=norm), local
+        elif together:  # the average leaves the bad ones out, so what is shared is good; a worker's own is all bad
+            theirs = where_good(own, g.grads, each(lambda b: b.new_full((), torch.nan), g.grads))
+            return g._replace(grads=with_own(g.grads, theirs), norm=norm), local
         grads, counts = where_good(own, g.grads, each(nothing_like, g.grads)), g.good
         return g._replace(grads=grads, good=good if counts is None else good & counts, norm=norm), local
 
@@ -230,7 +232,7 @@ class Worker:
         if context.guarded:
             u, opt = good_update(u, opt, local.opt, lambda: self.optimizer.init(x))
             if g.good is None:
-                g = g._replace(good=all_finite(direction))
+                g = g._replace(good=all_finite(part_of(direction, True)))
         u, opt = g.move(u, opt, local.opt)
         return u, local._replace(opt=opt)
 
@@ -311,7 +313,8 @@ class Worker:
         sent = [gossip.narrow(b, plan.dtype, self.wire_dtype) for b, plan in zip(x, x.plan.buckets, strict=True)]
         own = gossip.beside(sent, weight.detach().to(torch.float64))
         mean = gossip.mean(loose([own.reshape(1)]), everyone, t)[0][0]
-        return with_own(scale(x, torch.where(mean != 0, own / mean, torch.zeros_like(mean))), x)
+        share = torch.where(mean != 0, own / mean, torch.zeros_like(mean))
+        return with_own(scale(x, share), scale(x, share != 0))
 
 
 def _after(batch: PyTree, posted: Posted | Sequence[Posted]) -> PyTree:

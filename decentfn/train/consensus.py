@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from decentfn.comm import collectives
 from decentfn.comm.fingerprint import compare, digest, require_equal, require_equal_rows
 from decentfn.core import trees
 from decentfn.core.arguments import checks_numbers, require
-from decentfn.core.buckets import Buckets, Plan, counted_once, each, sum_within_worker
+from decentfn.core.buckets import Buckets, Plan, counted_once, each, part_of, sum_within_worker
 from decentfn.core.stacking import over_workers
 from decentfn.core.trees import PyTree
 from decentfn.errors import ReplicaMismatch
@@ -173,7 +172,7 @@ def consensus_distance(state: Any) -> Tensor:
 @collectives.calling("df.distance_to_consensus(state)", of_state=True)
 def distance_to_consensus(state: Any) -> Tensor:
     """Return `‖x_i - x̄‖₂` of this worker (0-d float64), or of each (`[N]`) if stacked. Collective."""
-    x = _shared(_buckets(state))
+    x = part_of(_buckets(state), True)
     squares = counted_once([_squared_distance(bucket) for bucket in x], x.plan)
     return sum_within_worker(torch.stack(squares).sum(0), x.plan.processes).sqrt()
 
@@ -230,17 +229,11 @@ def distance_in_steps(
         rate = torch.tensor(learning_rate, dtype=torch.float64)
     distance = consensus_distance(state)
     if adaptive:
-        length = rate.to(distance.device) * _count(_shared(_buckets(state))) ** 0.5
+        length = rate.to(distance.device) * _count(part_of(_buckets(state), True)) ** 0.5
     else:
         norm = mean(state, metrics.grad_norm).double()
         length = rate.to(norm.device) / (1 - momentum) * norm
     return torch.where(distance == 0, 0.0, distance / length)
-
-
-def _shared(x: Buckets) -> Buckets:
-    """Return the shared buckets alone; their plan has no tree."""
-    pairs = [(b, plan) for b, plan in zip(x, x.plan.buckets, strict=True) if plan.is_shared]
-    return Buckets([b for b, _ in pairs], replace(x.plan, buckets=tuple(plan for _, plan in pairs)))
 
 
 def _count(x: Buckets) -> float:

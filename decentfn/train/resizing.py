@@ -11,13 +11,15 @@ from torch import Tensor
 
 from decentfn.comm import collectives
 from decentfn.core import trees
-from decentfn.core.buckets import Buckets, is_finite, with_own
+from decentfn.core.buckets import Buckets, Plan, cast_like, is_finite, with_own
+from decentfn.core.trees import PyTree
 from decentfn.engine.simulation import stack
 from decentfn.errors import NonFinite
 from decentfn.kit.state import State, restarted
 from decentfn.kit.state_check import lines_of
 from decentfn.kit.step import Algorithm, require_algorithm
 from decentfn.train.consensus import is_stacked
+from decentfn.train.own_steps import memory_of
 
 _CALL = "resize(state, algorithm)"
 
@@ -83,8 +85,16 @@ def resized(fresh: State, rows: State, worker: int = 0) -> State:
     tree like it, with an iterable of the W workers' values for each leaf, such as a tensor `[W, ...]`. It is read once,
     and not at all for leaves that restart.
     """
-    rules = trees.map_nodes(Buckets, lambda node: _own(node, worker), _rules(fresh))
-    x = trees.map(lambda rule, values: rule(values), rules.params, rows.params)
+    rules = _with_own(_rules(fresh), fresh.params.plan, worker)
+    memory = memory_of(rows)  # with masses, by which parameters count, as in `consensus_mean`
+    mass = None if memory is None else torch.stack(list(memory.weight))
+
+    def weighed(values: Iterable[Tensor]) -> Iterable[Tensor]:
+        if mass is None:
+            return values
+        return (row.double() * share for row, share in zip(values, mass / mass.mean(), strict=True))
+
+    x = cast_like(trees.map(lambda rule, values: rule(weighed(values)), rules.params, rows.params), fresh.params)
     restart = (fresh.local, restarted(fresh.memory, x))
     new = State(x, *trees.map(_apply, rules[1:], rows[1:], restart))
     for (name, leaf), rule, start in zip(
@@ -124,15 +134,29 @@ def smallest(rows: Iterable[Tensor]) -> Tensor:
     return torch.stack(list(rows)).amin(0)
 
 
-def _own(rules: Buckets, worker: int) -> Buckets:
-    """Replace means over workers by one worker's value, where buckets are not shared."""
+def _with_own(rules: State, plan: Plan, worker: int) -> State:
+    """Replace means over workers by one worker's value, where parameters are not shared: in buckets, or by their names."""
+    if all(bucket.is_shared for bucket in plan.buckets):
+        return rules
+    is_shared = {f".{s.name}.": bucket.is_shared for bucket in plan.buckets for s in bucket.segments}
 
     def one(rows: Iterable[Tensor]) -> Tensor:
         values = list(rows)
         return values[worker % len(values)].clone()
 
-    own: list[Any] = [rule if rule is _restart else one for rule in rules]
-    return with_own(rules, Buckets(own, rules.plan))
+    def of_bucket(_: Buckets, rules: Buckets) -> Buckets:
+        own: list[Any] = [rule if rule is _restart else one for rule in rules]
+        return with_own(rules, Buckets(own, rules.plan))
+
+    def of_leaf(path: str, rule: Rule) -> Rule:
+        names = [name for name in is_shared if name in f".{path}."]
+        return rule if rule is _restart or not names or is_shared[max(names, key=len)] else one
+
+    def named(tree: PyTree) -> PyTree:
+        return trees.fill(trees.enumerate_leaves(tree), [of_leaf(*leaf) for leaf in trees.named_leaves(tree)])
+
+    local = rules.local._replace(opt=named(rules.local.opt))
+    return trees.map_nodes(Buckets, of_bucket, rules._replace(local=local, memory=named(rules.memory)), rules)
 
 
 def _restart(rows: Iterable[Tensor]) -> Tensor:

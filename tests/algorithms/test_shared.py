@@ -1,5 +1,7 @@
 """`shared=`: parameters that no message carries, against lone workers and against runs without them."""
 
+import operator
+
 import pytest
 import torch
 
@@ -34,11 +36,13 @@ def batch(worker, t, choose):
     return choose(targets), weight
 
 
-def train(row, workers=range(N), choose=lambda tree: tree, optimizer=None, **options):
+def train(
+    row, workers=range(N), choose=lambda tree: tree, batch=batch, wrap=lambda a: a, around=df.simulate, **options
+):
     """The algorithm, and the state of these workers after the steps, simulated."""
-    algorithm = ROWS[row].build(len(workers), optimizer=optimizer, **options)
+    algorithm = wrap(ROWS[row].build(len(workers), **options))
     state = problem.stacked([algorithm.init(choose(params(row, i))) for i in workers])
-    step = df.simulate(algorithm.step, len(workers))
+    step = around(algorithm.step, len(workers))
     for t in range(STEPS):
         state, _ = step(state, problem.stacked([batch(i, t, choose) for i in workers]), t)
     return algorithm, state
@@ -57,14 +61,59 @@ def assert_equal(one, other):
 @each_row
 def test_what_is_left_out_is_trained_as_by_a_lone_worker_and_the_rest_as_in_a_run_without_it(row):
     """Bit for bit, as the loss is a sum. A lone worker's outer steps are its own, and it compresses nothing."""
-    if row == "quasi_global_adam":
-        pytest.skip("the norm of all parameters' differences joins the two parts")
-    found = df.params(train(row, shared=OUT)[1])
-    assert_equal(leaves(found, are_out=False), leaves(df.params(train(row, choose=without)[1]), are_out=False))
+    assert_parted(row)
+
+
+def assert_parted(row, lone_shares=OUT, **how):
+    found = df.params(train(row, shared=OUT, **how)[1])
+    assert_equal(leaves(found, are_out=False), leaves(df.params(train(row, choose=without, **how)[1]), are_out=False))
     for i in range(0, N, 3):
-        lone = df.params(train(row, range(i, i + 1), shared=OUT)[1])
+        lone = df.params(train(row, range(i, i + 1), shared=lone_shares, **how)[1])
         mine = trees.map(lambda x, i=i: x[i : i + 1], found)
         assert_equal(leaves(mine, are_out=True), leaves(lone, are_out=True))
+
+
+clipped = df.chain(df.clip_by_global_norm(0.02), df.sgd(0.1))
+
+
+@pytest.mark.parametrize("row", ["all_reduce", "demo", pytest.param("d2", marks=pytest.mark.thorough)])
+def test_a_clipped_norm_joins_the_parts_in_no_replica(row):
+    assert_parted(row, optimizer=clipped)
+    if ROWS[row].starts_equal:
+        df.check_replicas(train(row, shared=OUT, optimizer=clipped)[1])
+
+
+def test_a_clipped_outer_gradient_joins_the_parts_in_no_replica():
+    assert_parted("diloco", outer_optimizer=clipped)
+
+
+def compiled(step, n):
+    return df.compile(df.simulate(step, n), backend="aot_eager")
+
+
+@pytest.mark.parametrize("around", [df.simulate, pytest.param(compiled, marks=pytest.mark.thorough)])
+def test_a_guarded_mean_leaves_a_bad_workers_own_as_it_is_and_moves_the_rest_of_all_alike(around):
+    """Replicas stay equal. A lone worker skips its step."""
+
+    def batch_of(worker, t, choose):
+        targets, weight = batch(worker, t, choose)
+        return targets, weight * (torch.inf if (worker, t) == (0, 2) else 1.0)
+
+    how = {"batch": batch_of, "wrap": df.guard, "around": around}
+    assert_parted("all_reduce", **how)
+    df.check_replicas(train("all_reduce", shared=OUT, **how)[1])
+
+
+@pytest.mark.parametrize("row", ["all_reduce", "diloco"])
+def test_a_worker_without_weight_is_left_out_with_its_own_too(row):
+    def batch_of(worker, t, choose):
+        targets, weight = batch(worker, t, choose)
+        return targets, weight * (2.0 if worker == 0 and t in (2, 3) else 1.0)
+
+    def loss_fn(params, batch):
+        return problem.loss_fn(params, batch)[0], (batch[1] == 1).sum()
+
+    assert_parted(row, None, batch=batch_of, loss_fn=loss_fn, weight=lambda tokens: tokens)
 
 
 @pytest.mark.thorough
@@ -141,6 +190,27 @@ def test_resized_and_restored_workers_have_their_own(row, size, tmp_path):
     for name, x in leaves(df.params(state), are_out=False).items():
         same = x if size == N else x.double().mean(0).to(x.dtype).expand(size, *x.shape[1:])
         assert torch.equal(dict(trees.named_leaves(df.params(new)))[name], same), name
+
+
+def adamw(named):
+    return torch.optim.AdamW([p for _, p in named], lr=0.01)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [df.from_torch(adamw), df.transforms.adafactor(0.01)], ids=["of torch", "adafactor"]
+)
+def test_resized_workers_have_the_moments_of_their_own_parameters_from_an_optimizer_of_leaves(optimizer):
+    for how in ({"optimizer": optimizer}, {"outer_optimizer": optimizer, "optimizer": df.sgd(0.1)}):
+        algorithm, state = train("diloco", shared=OUT, **how)
+        new = df.resize(state, ROWS["diloco"].build(6, shared=OUT, **how))
+        of = [i % N for i in range(6)]
+        for part in ("local.opt", "memory.b"):
+            old, its = (dict(trees.named_leaves(operator.attrgetter(part)(one))) for one in (state, new))
+            for name, x in old.items():
+                if "matrix" in name:
+                    assert torch.equal(x[of], its[name]), name
+                elif x.dtype.is_floating_point and "scalar" in name:
+                    assert torch.equal(its[name], x.double().mean(0).to(x.dtype).expand_as(its[name])), name
 
 
 def test_a_rank_restores_its_own_of_another_number_of_workers(tmp_path):

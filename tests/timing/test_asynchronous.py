@@ -171,6 +171,19 @@ def test_a_worker_whose_mass_was_dropped_is_finite_until_mail_comes(make):
     assert metrics.guard.skipped == 1 and memory_of(state).weight == 0
 
 
+@pytest.mark.parametrize("make", [df.asynchronous_gradient_push, partial(df.asynchronous_diloco, inner_steps=2)])
+def test_resized_and_restored_workers_start_from_the_mean_by_mass(make, tmp_path):
+    """Σ w z / Σ w, which is `df.consensus_mean`'s, also after a part of the mass has moved."""
+    algorithm, more = (make(loss_fn, df.sgd(0.1), df.topology("one-peer-exp-directed", n)) for n in (N, 6))
+    trace = random_trace(algorithm.topology, 60, 0, rates=[8, 2, 1, 1])
+    state = df.settle(replayed(algorithm, trace, starts(), batch), arrivals=trace)
+    assert float(memory_of(state).weight.std()) > 0.1
+    df.checkpoint.save(tmp_path, state, 60)
+    restored = df.checkpoint.restore(tmp_path, df.stack(more.init(starts()[0]), 6)).state
+    for new in (df.resize(state, more), restored):
+        torch.testing.assert_close(df.params(df.worker(new, 5)), df.consensus_mean(state), atol=1e-12, rtol=0)
+
+
 # -- ranks, and their replay --------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ import torch
 
 import decentfn as df
 from decentfn.optim.transforms import from_torch
+from decentfn.testing.ranks import on_kept_ranks
 
 G = torch.Generator().manual_seed(3)
 PARAMS = {"a.weight": torch.randn(3, 4, generator=G, dtype=torch.float64), "b": torch.randn(4, 2, generator=G, dtype=torch.float64)}  # fmt: skip
@@ -186,6 +187,16 @@ def on_a_rank(local):
     for t in range(4):
         state, _ = step(state, BATCHES[first : first + local] + t, t)
     return {name: x.tolist() for name, x in df.params(state).items()}
+
+
+def test_a_rank_may_have_made_other_objects_before():
+    """A topology to look at, or an optimizer that it alone tries; threads of one process share the numbers of handles."""
+
+    def start(rank):
+        optimizer = df.from_torch(lambda params: torch.optim.SGD(params, lr=0.1))
+        return df.adapt_then_combine(loss_fn, optimizer, df.topology("complete", 2)).init({"w": torch.ones(2)})
+
+    assert len(on_kept_ranks(2, start)) == 2
 
 
 @pytest.mark.thorough

@@ -6,6 +6,7 @@ Computations within a worker, across its processes, are operators of `decentfn.s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -114,6 +115,18 @@ def with_own(x: Buckets, own: Buckets) -> Buckets:
     """Return `x`, with those of `own` in place of the buckets that are not shared."""
     pairs = zip(x, own, x.plan.buckets, strict=True)
     return Buckets([a if plan.is_shared else b for a, b, plan in pairs], x.plan)
+
+
+def part_of(x: Buckets, is_shared: bool) -> Buckets:
+    """Return the buckets that are shared, or those that are not; their plan has no tree."""
+    pairs = [(b, plan) for b, plan in zip(x, x.plan.buckets, strict=True) if plan.is_shared == is_shared]
+    return Buckets([b for b, _ in pairs], replace(x.plan, buckets=tuple(plan for _, plan in pairs)))
+
+
+def in_parts(function: Callable[[Buckets], Buckets], x: Buckets) -> Buckets:
+    """Apply `function` to what is shared and to what is not, so that a norm in it joins no worker's own values to the rest."""
+    shared, own = ([*function(one)] if len(one := part_of(x, is_shared)) else [] for is_shared in (True, False))
+    return Buckets([(shared if plan.is_shared else own).pop(0) for plan in x.plan.buckets], x.plan)
 
 
 def global_norm(x: Buckets) -> Tensor:

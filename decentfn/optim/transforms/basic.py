@@ -16,7 +16,7 @@ from torch import Tensor
 
 from decentfn.core import trees
 from decentfn.core.arguments import checks_numbers, real, require
-from decentfn.core.buckets import Buckets, Mask, each, global_norm, multiply, where, wide, zeros_like
+from decentfn.core.buckets import Buckets, Mask, each, global_norm, in_parts, multiply, where, wide, zeros_like
 from decentfn.core.scalars import Numbers, once
 from decentfn.core.trees import PyTree
 from decentfn.optim.schedule_checks import require_schedule
@@ -222,7 +222,7 @@ def trace(decay: float, nesterov: bool = False) -> Transform:
 
 
 def clip_by_global_norm(max_norm: float) -> Transform:
-    """Multiply by `min(1, max_norm / (‖g‖ + 1e-6))`, the norm taken over all buckets.
+    """Multiply by `min(1, max_norm / (‖g‖ + 1e-6))`, the norm taken over all buckets; of `shared=`, and of the rest, its own.
 
     Args:
         max_norm: positive; `inf` clips nothing.
@@ -233,8 +233,7 @@ def clip_by_global_norm(max_norm: float) -> Transform:
     number = float("inf") if is_infinite else real(call, "max_norm", max_norm)
     require(number > 0, call, "max_norm is positive.", max_norm=max_norm)
 
-    def update(grads: Buckets, state: PyTree, params: Buckets) -> tuple[Buckets, PyTree]:
-        factor = torch.clamp(number / (global_norm(grads) + 1e-6), max=1.0)
-        return multiply(grads, once(factor)), state
+    def clipped(grads: Buckets) -> Buckets:
+        return multiply(grads, once(torch.clamp(number / (global_norm(grads) + 1e-6), max=1.0)))
 
-    return ascending(lambda params: (), update)
+    return ascending(lambda params: (), lambda grads, state, params: (in_parts(clipped, grads), state))

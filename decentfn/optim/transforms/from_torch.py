@@ -72,7 +72,7 @@ def from_torch(
     )
     adapter = _Adapter(make, lr_scheduler, elementwise)
     handle = handle_of(adapter)
-    number = str(int(handle))
+    number = str(int(handle)).encode()  # bytes, which ranks do not compare: one may have made other objects before
 
     def init(params: Buckets) -> TorchState | tuple[()]:
         if not elementwise:
@@ -270,7 +270,7 @@ class _Adapter:
 
 
 @constant_while_traced
-def _plan_number(adapter: str, plan: int) -> int:
+def _plan_number(adapter: bytes, plan: int) -> int:
     return by_handle(adapter).plan(plan).number()
 
 
