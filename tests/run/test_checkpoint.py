@@ -447,6 +447,19 @@ def test_links_and_files_of_others_in_the_directory_do_no_harm(tmp_path):
     assert [path.name for path in manifest.checkpoints(run)] == ["checkpoint-000002-step-2"]
 
 
+def test_a_checkpoint_moved_to_another_disk_behind_a_link_is_restored_and_its_run_goes_on(tmp_path, monkeypatch):
+    """The first save of the resumed run was refused, as one of a run that did not restore."""
+    state, run = algorithm_of(1).init(net()), tmp_path / "run"
+    saved = df.checkpoint.save(run, state, 1)
+    moved = tmp_path / "disk" / saved.name
+    moved.parent.mkdir()
+    saved.rename(moved)
+    saved.symlink_to(moved)
+    monkeypatch.setattr(files, "own", set())  # another process
+    df.checkpoint.restore(run, state)
+    assert df.checkpoint.save(run, state, 2).name == "checkpoint-000002-step-2"
+
+
 def test_threads_that_share_a_saver_take_turns(tmp_path):
     init = df.all_reduce(problem.loss_fn, df.sgd(0.1), df.topology("complete", 1)).init
     states = [init({"w": torch.full((200_000,), float(value))}) for value in (1, 2)]

@@ -85,7 +85,7 @@ def restore(source: str | Path, state: Any) -> Restored:
                 raise
             skipped[found] = error  # damaged, or removed by the run that writes here
             continue
-        files.own.add(Path(found).resolve().parent)
+        files.own |= {Path(found).parent.resolve(), Path(found).resolve().parent}  # differ if one is a link
         restored, drawing, saved_workers = read[0]
         _tell(found, state, saved_workers, skipped)
         _tell_rate(state, restored.state)
