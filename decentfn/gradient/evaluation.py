@@ -140,14 +140,15 @@ def _evaluate(
     batch = separate(batch) if many else batch
     if torch.compiler.is_dynamo_compiling():
         e = traced(params, buffers, batch, scale)
-        if e.loss.requires_grad and not _require_grad((params, buffers, batch)):
+        if e.loss.requires_grad and not _require_grad((params, buffers)):
             raise RuntimeError("the loss takes a gradient of others than its parameters")  # run eagerly, it names them
         return e
     try:
         with record_function("decentfn::gradient"):
             e = traced(params, buffers, batch, scale)
         loss = functorch.all_rows(e.loss, e.loss)[0] if functorch.is_batched(e.loss) else e.loss
-        if loss.requires_grad and not _require_grad((params, buffers, batch)):  # after its gradient
+        is_differentiated = _require_grad((params, buffers)) or _require_grad(batch, functorch.is_wrapped)
+        if loss.requires_grad and not is_differentiated:  # after its gradient
             require_none(ungiven(loss, ()))
         return e
     except Exception as error:
@@ -171,6 +172,6 @@ _WAY_OUT = (
 )
 
 
-def _require_grad(given: PyTree) -> bool:
-    """Return True if a tensor that the loss was given requires a gradient."""
-    return any(isinstance(x, Tensor) and x.requires_grad for x in trees.leaves(given))
+def _require_grad(given: PyTree, counts: Callable[[Tensor], bool] = lambda x: True) -> bool:
+    """Return True if a tensor that the loss was given requires a gradient, and counts."""
+    return any(isinstance(x, Tensor) and x.requires_grad and counts(x) for x in trees.leaves(given))

@@ -60,7 +60,7 @@ def require_none(refs: Sequence[ref[Tensor]]) -> None:
             f"loss_fn: it has a gradient of {len(others)} tensor(s), of shapes {brief([list(x.shape) for x in others])}, which are not "
             "among the state's parameters: no optimizer would train them. Let the criterion be an nn.Module that has them, "
             "df.functional(module, criterion), or make them part of the module or of params; freeze what is not trained, with "
-            "requires_grad_(False)."
+            "requires_grad_(False); of a batch, pass x.detach()."
         )
 
 

@@ -89,7 +89,8 @@ def _run(path: Path) -> _Run:
         raise ValueError(f"report {path}: no line has a step and a loss; df.logs.JSONLines.record writes such lines.")
     try:
         each = [_losses(line) for line in rows]
-        workers = sorted({i for own in each for i in own})
+        if not (workers := sorted({i for own in each for i in own})):
+            raise ValueError("no worker has a loss")
         losses = np.array([[own.get(i, np.nan) for i in workers] for own in each])
         columns = ("loss", "consensus_distance", "step", "seconds", "bytes_sent")
         loss, distance, steps, seconds, planned = np.array([[_number(row.get(x)) for row in rows] for x in columns])
@@ -142,9 +143,15 @@ def _files(path: Path) -> list[Path]:
 
 def _times(path: Path) -> Timeline:
     """Read what `Timeline.save` or `Trace.save` wrote; in a trace, a step begins when the last one has ended."""
-    if (text := path.read_text()).startswith('{"start"'):
-        start, end, waited, messages = (np.array(rows, float) for rows in json.loads(text).values())
-        return Timeline(start, end, waited, None, messages)
+    if '"start"' in (text := path.read_text()):
+        try:
+            told = json.loads(text)
+            start, end, waited, messages = (np.array(told[x], float) for x in ("start", "end", "waited", "messages"))
+            if start.ndim != 2 or not start.size or not start.shape == end.shape == waited.shape:
+                raise ValueError("start, end and waited are [steps, N]")
+            return Timeline(start, end, waited, None, messages.reshape(-1, 4))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"report {path}: not a timeline that Timeline.save wrote ({error!r}).") from error
     its = Trace.load(path)
     since = [(0.0, *row) for row in its.ended]
     taken = [(i, since[i][k], j, s) for i, row in enumerate(its.taken) for k, own in enumerate(row) for j, s in own]

@@ -48,11 +48,19 @@ def measured(name: str, path: str | Path) -> tuple[list[list[int]], list[Pair]]:
     try:
         found = json.loads(Path(path).read_text())
         pairs = [Pair((p["from"], p["to"]), p["between"], p["mbit"] / 1e3, p["latency_ms"]) for p in found["pairs"]]
-        return [node["ranks"] for node in found["nodes"]], pairs
+        nodes = [node["ranks"] for node in found["nodes"]]
+        ranks = {rank for its in nodes for rank in its}
     except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(
             f"{name}.measured({str(path)!r}): expected a file that `decentfn links` wrote ({error!r})."
         ) from error
+    are_known = all(ranks.issuperset(pair.ends) for pair in pairs)
+    are_enough = any(pair.is_between for pair in pairs) or (len(nodes) == 1 and pairs)
+    rule = "pairs are of the nodes' ranks, and those between nodes are among them; measure again with `decentfn links`."
+    require(bool(are_known and are_enough), f"{name}.measured", rule, path=str(path))
+    for pair in pairs:
+        Link(pair.gbit, pair.latency_ms)  # which raises if there can be none such
+    return nodes, pairs
 
 
 def _slowest(nodes: list[list[int]], pairs: list[Pair]) -> Link | None:

@@ -35,12 +35,15 @@ _ops = torch.ops.decentfn
 
 def is_batched(x: Tensor) -> bool:
     """Return True if `vmap` batches this tensor over workers."""
-    if type(x) is not Tensor:
-        return False
+    return type(x) is Tensor and is_wrapped(x) and bool(_ops.is_batched(x))
+
+
+def is_wrapped(x: Tensor) -> bool:
+    """Return True if a transform of torch.func wraps this tensor, which then has no memory of its own."""
     try:
-        x.data_ptr()  # a wrapped tensor has no memory of its own
+        x.data_ptr()
     except RuntimeError:
-        return bool(_ops.is_batched(x))
+        return True
     return False
 
 

@@ -53,13 +53,19 @@ class Epochs(Iterator[tuple[int, Any]]):
         """Return the position, the loader's state and those of all generators, after the step of a batch.
 
         Raises:
-            ValueError: a loader without a state of its own, whose processes outlive an epoch (`persistent_workers=True`).
+            ValueError: a loader without a state of its own, whose processes outlive an epoch (`persistent_workers=True`) or
+                hand over batches in any order (`in_order=False`).
         """
         has_state = hasattr(self._loader, "state_dict")
         if not has_state and getattr(self._loader, "persistent_workers", False):
             raise ValueError(
                 "epochs(loader, ...).state_dict(): processes that outlive an epoch keep their random numbers; make the "
                 "DataLoader with persistent_workers=False."
+            )
+        if not has_state and getattr(self._loader, "num_workers", 0) and not getattr(self._loader, "in_order", True):
+            raise ValueError(
+                "epochs(loader, ...).state_dict(): which batches have been read is unknown, as processes hand them over in any "
+                "order; make the DataLoader with in_order=True."
             )
         here, now = collectives.all_processes(), self._drawn()
         return self._resumed or {

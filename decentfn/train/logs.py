@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -110,7 +111,11 @@ class JSONLines(AbstractContextManager["JSONLines", None]):
             text = json.dumps(_loads(json.dumps(line, default=_as_json)))
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"JSONLines.write({brief(values)}): {error}") from None
-        self._file.write(f"{text}\n".encode())  # one call, so the line is complete or absent
+        whole = f"{text}\n".encode()
+        if (done := self._file.write(whole)) < len(whole):  # one call, so the line is complete or absent
+            self._file.seek(-done, os.SEEK_CUR)
+            self._file.truncate()
+            raise OSError(errno.ENOSPC, f"there is no room for a line of {len(whole)} bytes", str(self.path))
 
     def close(self) -> None:
         """Close the log."""

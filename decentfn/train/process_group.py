@@ -20,10 +20,10 @@ from decentfn import sharded
 from decentfn.comm import collectives
 from decentfn.comm.collectives import World
 from decentfn.core.arguments import checks_numbers, real
-from decentfn.core.formatting import brief
+from decentfn.core.formatting import brief, brief_error
 from decentfn.elastic.joining import versions, wait_for_run
 from decentfn.engine.memory import keep_freed_memory
-from decentfn.errors import PlanMismatch
+from decentfn.errors import ExchangeTimeout, PlanMismatch
 from decentfn.train.exit_hooks import end_with_agent, report_root_cause
 from decentfn.train.store import answered, fresh_part, store_of_environment, store_of_run, unknown_interface
 
@@ -288,11 +288,17 @@ def _start(backend: str | None, gpus: int, timeout: timedelta) -> None:
 
 def _gathered(store: Store, rank: int, size: int, value: Any) -> list[Any]:
     """Return the values of all ranks by rank, after a JSON round trip; collective."""
-    store.set(str(rank), json.dumps(value))
-    everyone = [json.loads(said) for said in store.multi_get([str(i) for i in range(size)])]
-    store.set(f"heard {rank}", "")
-    if rank == 0:  # its process may hold the store: if it failed first, the others could not read its error
-        store.wait([f"heard {i}" for i in range(size)])
+    try:
+        store.set(str(rank), json.dumps(value))
+        everyone = [json.loads(said) for said in store.multi_get([str(i) for i in range(size)])]
+        store.set(f"heard {rank}", "")
+        if rank == 0:  # its process may hold the store: if it failed first, the others could not read its error
+            store.wait([f"heard {i}" for i in range(size)])
+    except RuntimeError as error:
+        raise ExchangeTimeout(
+            f"init(): WORLD_SIZE={size} on rank {rank}, and not all of these ranks answered ({brief_error(error)}); is WORLD_SIZE the "
+            "same in every process?"
+        ) from error
     return everyone
 
 

@@ -157,6 +157,24 @@ def test_a_plan_takes_the_slowest_of_measured_links(tmp_path, capsys):
         Cluster.measured(path, 4)
 
 
+@pytest.mark.parametrize("of", [Cluster, Links])
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mbit": -940}, "the rate is positive"),
+        ({"latency_ms": -1}, "the latency is not negative"),
+        ({"to": 7}, "pairs are of the nodes' ranks.*measure again"),
+        ({"between": False}, "those between nodes are among them"),
+    ],
+)
+def test_numbers_that_no_link_has_are_refused_and_not_made_part_of_a_median(changes, words, of, tmp_path):
+    """A file without pairs between its nodes was planned with a link of 1,000 Gbit/s."""
+    found = with_pairs(lambda pair: pair.update(changes if pair["from"] == 0 or "between" in changes else {}))
+    (path := tmp_path / "links.json").write_text(json.dumps(found))
+    with pytest.raises(ValueError, match=words):
+        of.measured(path)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

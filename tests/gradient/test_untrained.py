@@ -187,6 +187,23 @@ def test_tensors_that_a_loss_makes_and_differentiates_are_its_own():
 
 
 @WAYS
+@pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
+def test_a_batch_that_carries_the_graph_of_another_module_is_refused(around, backend):
+    """Traced, the states of all steps were part of one graph: an encoder before the step kept every batch in memory."""
+    net, encoder = nn.Linear(3, 1), nn.Linear(3, 3)
+    params, buffers, loss_fn = df.functional(net, mse_loss)
+    for given in (encoder(BATCH[0]), BATCH[0].clone().requires_grad_()):
+        state, step = run_of(loss_fn, around, params, buffers, backend)
+        if given.is_leaf and around is AROUND["autograd"]:  # takes the gradient of the batch, as a plain loop does
+            state, metrics = step(state, (given, BATCH[1]), 0)
+        else:
+            with pytest.raises(ValueError, match=r"gradient of \d tensor\(s\).*of a batch, pass x.detach\(\)"):
+                step(state, (given, BATCH[1]), 0)
+            state, metrics = step(state, (given.detach(), BATCH[1]), 0)
+        assert not any(x.requires_grad for x in (*state.params.tensors, metrics.loss))
+
+
+@WAYS
 @BACKENDS
 def test_what_is_frozen_or_trained_from_now_on_is_refused(around, backend):
     net, criterion = made()

@@ -195,7 +195,11 @@ def test_a_last_line_that_a_kill_cut_short_is_left_out_and_the_page_says_so(tmp_
         ({"log.jsonl": "nonsense\n"}, "line 1: .* not a log of JSON lines"),
         ({"log.jsonl": '{"step": 0, "loss": 1, "links": [1]}\n'}, "not as df.logs.JSONLines.record writes it"),
         ({"log.jsonl": '{"step": 0, "loss": 1, "workers": [1, 2]}\n'}, "not as df.logs.JSONLines.record writes it"),
+        ({"log.jsonl": '{"step": 0, "loss": 1, "losses": []}\n'}, "no worker has a loss"),
         ({"trace.json": "{}"}, "not a trace"),
+        ({"timeline.json": '{"start": [[0]], "end": [[1]]}'}, "a/timeline.json: not a timeline.*'waited'"),
+        ({"timeline.json": '{"start": [], "end": [], "waited": [], "messages": []}'}, "not a timeline.*are .steps, N."),
+        ({"timeline.json": '{"start": [[0]], "en'}, "a/timeline.json: not a timeline"),
     ],
 )
 def test_what_is_no_run_is_one_line_and_status_2(content, words, tmp_path, capsys):
@@ -226,6 +230,17 @@ def test_a_timeline_has_a_bar_for_each_step_and_a_line_for_each_message(tmp_path
     computes, waits, _, arrivals = reported(capsys, tmp_path / "timeline.json").figures[0]
     assert len(computes["x"]) == 15 and np.isclose(sum(computes["x"]) + sum(waits["x"]), (line.end - line.start).sum())
     assert len(arrivals["text"]) == 5 * 3 * 2
+
+
+def test_a_timeline_without_messages_is_drawn_and_one_that_was_sorted_and_indented_is_the_same(tmp_path, capsys):
+    clock = df.clock([[0.1], [0.2]], df.planning.Cluster(1, df.planning.Link(1)))
+    clock.timeline(df.timing.Exchange(df.topology("complete", 1), 1e6), 2).save(path := tmp_path / "timeline.json")
+    assert (told := json.loads(path.read_text()))["messages"] == []
+    first, _, _, arrivals = reported(capsys, path).figures[0]
+    path.write_text(json.dumps(told, sort_keys=True, indent=1))
+    again = reported(capsys, path).figures[0][0]
+    assert np.allclose(first["x"], [0.1, 0.2]) and all(np.array_equal(first[k], again[k]) for k in ("x", "base"))
+    assert not len(arrivals["text"])
 
 
 def test_an_asynchronous_trace_is_a_timeline_of_own_steps_and_of_messages_that_are_taken(tmp_path, capsys):

@@ -16,7 +16,7 @@ from decentfn.core import trees
 from decentfn.core.buckets import Buckets
 from decentfn.testing import problem
 from decentfn.testing.ranks import on_kept_ranks
-from decentfn.train.checkpoint import files, manifest
+from decentfn.train.checkpoint import files, layout, manifest
 from decentfn.train.checkpoint.layout import leaves_of
 from tests.contract import ROWS
 from tests.run.within_worker import Tied
@@ -445,6 +445,38 @@ def test_links_and_files_of_others_in_the_directory_do_no_harm(tmp_path):
     assert df.checkpoint.restore(run, state).step == 2
     assert df.checkpoint.restore(moved, state).step == 1
     assert [path.name for path in manifest.checkpoints(run)] == ["checkpoint-000002-step-2"]
+
+
+def test_a_checkpoint_moved_to_another_disk_behind_a_link_is_restored_and_its_run_goes_on(tmp_path, monkeypatch):
+    """The first save of the resumed run was refused, as one of a run that did not restore."""
+    state, run = algorithm_of(1).init(net()), tmp_path / "run"
+    saved = df.checkpoint.save(run, state, 1)
+    moved = tmp_path / "disk" / saved.name
+    moved.parent.mkdir()
+    saved.rename(moved)
+    saved.symlink_to(moved)
+    monkeypatch.setattr(files, "own", set())  # another process
+    df.checkpoint.restore(run, state)
+    assert df.checkpoint.save(run, state, 2).name == "checkpoint-000002-step-2"
+
+
+def test_a_frozen_convolution_in_another_memory_format_is_written_in_few_pieces_and_comes_back(tmp_path, monkeypatch):
+    """Each of its elements was a call of the operating system: minutes for a backbone in channels_last."""
+    module = nn.Conv2d(64, 32, 3).to(memory_format=torch.channels_last).requires_grad_(False)
+    module.scale = nn.Parameter(torch.ones(()))
+    params, buffers, _ = df.functional(module, forward=lambda module, x: module(x).mean() * module.scale)
+    init, _ = df.all_reduce(lambda p, b, x: (p["scale"], (b, None)), df.sgd(0.1), df.topology("complete", 1))
+    state, calls = init(params, buffers), []
+    assert not state.buffers["weight"].is_contiguous()
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, piece: calls.append(1) or write(file, piece))
+    monkeypatch.setattr(layout, "bytes_of", lambda x, of=layout.bytes_of: (calls.append(1), of(x))[1])
+    path = df.checkpoint.save(tmp_path, state, 1)
+    template = state._replace(local=state.local._replace(buffers=trees.map(torch.zeros_like, state.buffers)))
+    assert_same(df.checkpoint.restore(path, template).state, state)
+    df.checkpoint.export(tmp_path / "weights", module, state)
+    assert torch.equal(df.checkpoint.import_(tmp_path / "weights")["weight"], module.weight)
+    assert len(calls) < 100
 
 
 def test_threads_that_share_a_saver_take_turns(tmp_path):

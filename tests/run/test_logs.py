@@ -2,6 +2,7 @@
 
 import json
 import logging
+import signal
 
 import numpy as np
 import pytest
@@ -9,6 +10,11 @@ import torch
 
 import decentfn as df
 from decentfn.testing.ranks import on_kept_ranks
+
+try:
+    import resource
+except ModuleNotFoundError:  # Windows
+    resource = None
 
 pytestmark = pytest.mark.thorough
 
@@ -25,6 +31,24 @@ def test_a_line_is_on_disk_when_write_returns_and_holds_tensors_and_paths(tmp_pa
         assert lines(log.path) == df.logs.read(log.path) == said
     with pytest.raises(ValueError, match="the log is closed"):
         log.write({})
+
+
+@pytest.mark.skipif(resource is None, reason="files have no limit here")
+def test_a_line_that_does_not_fit_on_a_full_disk_is_an_error_and_leaves_the_log_as_it_was(tmp_path):
+    """The next line was joined to the half one: the log could no longer be read, and no run resumed with it."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with df.logs.JSONLines(tmp_path / "log.jsonl") as log:
+        log.write({"loss": 0.5}, step=0)
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (log.path.stat().st_size + 5, before[1]))
+            with pytest.raises(OSError, match="no room for a line of 26 bytes.*log.jsonl"):
+                log.write({"loss": 0.25}, step=1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            signal.signal(signal.SIGXFSZ, handler)
+        log.write({"loss": 0.125}, step=2)
+    with df.logs.JSONLines(tmp_path / "log.jsonl", first_step=3) as log:
+        assert df.logs.read(log.path) == [{"step": 0, "loss": 0.5}, {"step": 2, "loss": 0.125}]
 
 
 def strictly(path):

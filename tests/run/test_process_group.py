@@ -94,6 +94,28 @@ def test_a_rank_that_is_alone_says_how_many_are_missing(environment):
         df.init(timeout=1)
 
 
+def test_ranks_of_unequal_world_sizes_are_told_to_compare_them(environment):
+    """As with `export WORLD_SIZE` on two nodes, of which one was forgotten when a third came: it was PyTorch's DistStoreError."""
+    environment({})
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    code = "import decentfn as df\ntry: df.init(timeout=4)\nexcept df.errors.ExchangeTimeout as error: print(error)"
+    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=common | {"RANK": str(i), "WORLD_SIZE": str(2 + i)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    said = [rank.communicate(timeout=240)[0] for rank in ranks]
+    for i in range(2):
+        assert f"WORLD_SIZE={2 + i} on rank {i}, and not all of these ranks answered" in said[i], said
+
+
 def test_an_interface_that_no_machine_has_is_named_with_those_that_it_has(environment, monkeypatch):
     environment(TORCHRUN | {"WORLD_SIZE": "1", "MASTER_PORT": str(free_port())})
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth97")

@@ -214,6 +214,9 @@ def test_what_cannot_be_continued_is_refused():
             batches.load_state_dict(state)
     with pytest.raises(ValueError, match="it is of a loader with state_dict and of 0 generators.*and here are 0"):
         batches.load_state_dict(batches.state_dict() | {"loader": {"read": 1}})
+    some = df.data.epochs(DataLoader(Noisy(), 2, num_workers=2, in_order=False), 2)
+    with pytest.raises(ValueError, match=r"epochs\(loader, ...\).state_dict\(\): .*in_order=True"):
+        some.state_dict()
     with pytest.raises(ValueError, match="without state_dict and of 4 generators.*and here are 0"):
         batches.load_state_dict(batches_of(Drawing()).state_dict())
     next(batches)

@@ -108,7 +108,7 @@ def _write(path: Path, named: dict[str, Any], own: dict[str, Any]) -> None:
     first: dict[int, str] = {}
     names = {name: without_compiled(first.setdefault(id(own[name]), name)) for name in named}
     tied = {without_compiled(name): kept for name, kept in names.items() if without_compiled(name) != kept}
-    kept = {without_compiled(name): named[name].cpu() for name in first.values()}
+    kept = {without_compiled(name): named[name].cpu().contiguous() for name in first.values()}
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         files.write(temporary, encoded(kept, tied=tied))

@@ -85,7 +85,7 @@ def restore(source: str | Path, state: Any) -> Restored:
                 raise
             skipped[found] = error  # damaged, or removed by the run that writes here
             continue
-        files.own.add(Path(found).resolve().parent)
+        files.own |= {Path(found).parent.resolve(), Path(found).resolve().parent}  # differ if one is a link
         restored, drawing, saved_workers = read[0]
         _tell(found, state, saved_workers, skipped)
         _tell_rate(state, restored.state)
@@ -318,7 +318,8 @@ class _Part:
         for name in sorted(starts, key=starts.__getitem__):
             (into, there), mine, start = wanted[name], self.places[name], starts[name]
             shape = tuple(header[name]["shape"])
-            is_direct = into.device.type == "cpu" and (shape, mine.offset) == (into.shape, tuple(there.offset))
+            is_direct = (into.is_cpu, shape, mine.offset) == (True, into.shape, tuple(there.offset))
+            is_direct &= into[0].is_contiguous()  # else each of its elements would be read by itself
             values = into if is_direct else torch.empty(shape, dtype=into.dtype)
             for memory in bytes_of(values):
                 yield start, memory

@@ -273,7 +273,9 @@ def _content_of(
     first, num_workers = here.worker * local, here.num_workers * local
     left_out = {f"{BUFFERS}{name}" for name in frozen}
     uncopied = {id(x) for name, x in trees.named_leaves(state) if name in left_out}
-    leaves = leaves_of(trees.map(lambda x: x.detach().to("cpu", copy=copy and id(x) not in uncopied), state))
+    leaves = leaves_of(
+        trees.map(lambda x: x.detach().to("cpu", copy=copy and id(x) not in uncopied).contiguous(), state)
+    )
     held = {leaf.name: leaf.values for leaf in leaves if leaf.name in left_out}
     if unknown := left_out - held.keys():
         raise ValueError(
