@@ -46,7 +46,8 @@ def links(*, out: Path = Path("links.json"), json: bool = False) -> None:
         print(out.read_text())
         return
     show([{name: str(x) if isinstance(x, list) else x for name, x in node.items()} for node in found["nodes"]])
-    for title, name in (("Mbit/s", "mbit"), ("ms", "latency_ms"), ("ms, 99 %", "latency_99_ms")):
+    titles = {"Mbit/s": "mbit", "ms": "latency_ms", "ms, median": "latency_median_ms", "ms, 99 %": "latency_99_ms"}
+    for title, name in titles.items():
         print()
         show(_matrix(found, title, name))
     called = f"25 MB by {found['backend']}"

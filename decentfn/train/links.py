@@ -6,14 +6,14 @@ import os
 import socket
 import struct
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from fcntl import ioctl
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from statistics import linear_regression, median, quantiles
+from statistics import linear_regression, quantiles
 from typing import Any
 
 import torch
@@ -41,8 +41,9 @@ def measure_links(world: World) -> dict[str, Any]:
     Returns:
         dict, the same on all processes:
         `nodes`: of each its name, ranks, interface, mtu, nominal_mbit (None if it is virtual) and is_bridge;
-        `pairs`: of each the ranks `from` and `to`, `between` (False: inside a node), latency_ms and latency_99_ms of an empty
-        message, and the link's rate, headers of frames included: mbit_one_stream, and mbit, the larger of both;
+        `pairs`: of each the ranks `from` and `to`, `between` (False: inside a node), times of an empty message (latency_ms of the
+        fastest tenth, which no busy processor delayed; latency_median_ms, latency_99_ms), and the link's rate, headers of frames
+        included: mbit_one_stream, and mbit, the larger of both;
         `all_reduce_ms` and `exchange_ms`: 25 MB, on all processes at once, by `backend`.
     """
     groups: list[Any] = [dist.new_group(backend="gloo") for _ in range(_STREAMS)]
@@ -119,33 +120,36 @@ def _disjoint(ranks: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
 
 
 def _pair(groups: Sequence[Any], peer: int, rank: int, seconds: float) -> dict[str, Any]:
-    latencies = _latencies(groups[0], peer, seconds / 4)
+    latencies = quantiles(_latencies(groups[0], peer, rank < peer, seconds / 4), n=100, method="inclusive")
     one, all_of_them = (_mbit(streams, peer, seconds * share) for streams, share in ((groups[:1], 0.3), (groups, 0.4)))
     return {
         "from": peer,
         "to": rank,
-        "latency_ms": 1e3 * median(latencies),
-        "latency_99_ms": 1e3 * quantiles(latencies, n=100, method="inclusive")[-1],
+        "latency_ms": 1e3 * latencies[9],
+        "latency_median_ms": 1e3 * latencies[49],
+        "latency_99_ms": 1e3 * latencies[-1],
         "mbit_one_stream": one,
         "mbit": max(one, all_of_them),
     }
 
 
-def _latencies(group: Any, peer: int, seconds: float) -> list[float]:
-    """Return half the times of two messages, one each way. A receive is posted before its message is sent, as gloo wants it.
+def _latencies(group: Any, peer: int, asks: bool, seconds: float) -> list[float]:
+    """Return half the times between two answers. One message travels at a time; one of both processes asks, and ends it.
 
-    Each message has the sender's time, so both stop after the same one.
+    A receive is posted before its message is sent, as gloo wants it.
     """
-    times, passed, theirs, inbox = [time.monotonic()], 0.0, 0.0, deque([_hear(group, peer)])
-    while len(times) < 10 or max(passed, theirs) < seconds:
-        inbox.append(_hear(group, peer))
-        passed = times[-1] - times[0]
-        dist.send(torch.tensor([passed]), peer, group)
-        theirs = inbox.popleft()()
+    times, goes_on, answer = list[float](), True, _hear(group, peer)
+    if asks:
+        dist.send(torch.ones(1), peer, group)
+    while goes_on:
+        goes_on = answer() > 0
         times.append(time.monotonic())
-    dist.send(torch.zeros(1), peer, group)
-    inbox.popleft()()
-    return [(after - before) / 2 for before, after in zip(times[2:-2], times[4:], strict=True)]
+        if goes_on:
+            answer = _hear(group, peer)
+        if goes_on or not asks:
+            is_last = not goes_on or (asks and len(times) > 10 and times[-1] > times[0] + seconds)
+            dist.send(torch.full((1,), float(not is_last)), peer, group)
+    return [(after - before) / 2 for before, after in pairwise(times)]
 
 
 def _hear(group: Any, peer: int) -> Callable[[], float]:
@@ -163,22 +167,22 @@ def _hear(group: Any, peer: int) -> Callable[[], float]:
 def _mbit(groups: Sequence[Any], peer: int, seconds: float) -> float:
     """Return the rate in Mbit/s at which messages arrive while as many are sent.
 
-    They grow until they take so long, and larger ones are no faster: their connections are at full speed.
+    They grow until they arrive for so long, and larger ones are no faster: their connections are at full speed. (Messages that
+    came while a busy process was away seem to arrive at once.)
     """
     size, growth, last = 2**14, 2.0, 0.0
     while True:
         x, inbox = torch.empty(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
-        since = time.monotonic()
         receives = [[dist.irecv(inbox, peer, group) for _ in range(_MESSAGES)] for group in groups]
         sends = [dist.isend(x, peer, group) for group in groups for _ in range(_MESSAGES)]
         with ThreadPoolExecutor(len(groups)) as threads:
             streams = list(threads.map(_arrivals, receives))
-        took = max(_arrivals(sends)[-1], *(times[-1] for times in streams)) - since
+        _arrivals(sends)
         end = min(times[-1] for times in streams)  # of the first stream: later ones have the link to themselves
         times = sorted(t for stream in streams for t in stream if t <= end)
-        times = times[len(times) // 4 :]
+        lasted, times = times[-1] - times[0], times[len(times) // 4 :]
         rate = linear_regression(times, range(len(times))).slope * size * 8e-6
-        growth = 8.0 if took < seconds / 10 else 2.0 if took < seconds or rate > 1.1 * last else 1.0
+        growth = 8.0 if lasted < seconds / 10 else 2.0 if lasted < seconds or rate > 1.1 * last else 1.0
         theirs = _hear(groups[0], peer)
         dist.send(torch.tensor([growth]), peer, groups[0])
         growth, last = max(growth, theirs()), rate

@@ -7,12 +7,15 @@ from copy import deepcopy
 from statistics import median
 
 import pytest
+import torch.distributed as dist
 
 from decentfn import cli
 from decentfn.cli.links import findings
 from decentfn.planning import Cluster, Link
 from decentfn.timing import Links
+from decentfn.train import links
 from tests.hosts import LAB, hosts, needs_hosts  # noqa: F401
+from tests.ranks import Ranks
 
 SETTINGS = [  # rates, Mbit/s, and delays, ms, of four hosts, of which one is different
     ([50, 50, 50, 20], [0, 0, 0, 0]),
@@ -56,12 +59,44 @@ def check(mbit, delay_ms, path):
     assert Cluster.measured(path).between.gbit_per_s == pytest.approx(min(mbit) / 1e3, rel=0.15)
 
 
+def rate_of_a_process_that_is_away():
+    """Measured by two ranks that see small messages late and all at once, as on a busy processor."""
+    arrivals, rank = links._arrivals, dist.get_rank()
+
+    def seen(works):
+        times, size = arrivals(works), len(calls) // 2  # it receives, then it sends
+        calls.append(1)
+        return [times[-1] + 0.3 + 1e-7 * 2**size * i for i in range(len(times))] if size < 2 else times
+
+    calls: list[int] = []
+    links._arrivals = seen
+    try:
+        return links._mbit([dist.group.WORLD], 1 - rank, 0.02)
+    finally:
+        links._arrivals = arrivals
+
+
+@pytest.mark.thorough
+def test_messages_that_seem_to_arrive_at_once_are_no_rate():
+    ranks = Ranks(2)
+    rates = ranks.run(rate_of_a_process_that_is_away)
+    ranks.close()
+    assert max(rates) < 2e5, rates  # at once: 1,000,000 Mbit/s and more
+
+
 def four_hosts():
     nodes = [
         {"name": f"host{i}", "interface": "eth0", "ranks": [i], "mtu": 1500, "nominal_mbit": 1000, "is_bridge": False}
         for i in range(4)
     ]
-    numbers = {"between": True, "mbit": 940.0, "mbit_one_stream": 930.0, "latency_ms": 0.2, "latency_99_ms": 0.4}
+    numbers = {
+        "between": True,
+        "mbit": 940.0,
+        "mbit_one_stream": 930.0,
+        "latency_ms": 0.2,
+        "latency_median_ms": 0.3,
+        "latency_99_ms": 0.4,
+    }
     pairs = [{"from": i, "to": j} | numbers for i in range(4) for j in range(4) if i != j]
     return {"backend": "gloo", "nodes": nodes, "pairs": pairs, "all_reduce_ms": 1.0, "exchange_ms": 1.0}
 
