@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -10,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+from tests.ranks import free_port
 
 LAUNCH = Path(__file__).parent.parent / "examples" / "launch"
 DIGITS = [str(LAUNCH.parent / "digits.py"), "--steps", "5"]
@@ -29,12 +30,6 @@ def start(script, *arguments, **variables):
     )
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 def test_one_machine():
     said, errors = (job := start("one_machine.sh", *DIGITS, PROCESSES="2")).communicate(timeout=120)
     assert job.returncode == 0 and said.startswith("2 workers"), errors
@@ -42,7 +37,7 @@ def test_one_machine():
 
 def test_two_machines():
     """Two agents, each of one process, which know each other by the rendezvous alone."""
-    port = free_port()
+    port = str(free_port())
     jobs = [
         start("two_machines.sh", *DIGITS, HEAD="localhost", PORT=port, PROCESSES="1", ADDRESS=f"127.0.0.{i}")
         for i in (1, 2)

@@ -16,6 +16,7 @@ import decentfn as df
 from decentfn.comm import collectives
 from decentfn.comm.collectives import World, membership
 from decentfn.testing import on_ranks
+from tests.ranks import free_port
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 SRUN = {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"}
@@ -63,7 +64,7 @@ def test_what_started_several_processes_is_never_taken_for_one(environment, vari
 
 
 def test_a_port_that_is_in_use_is_named_and_another_one_works(environment):
-    with socket.create_server(("", 0)) as taken:
+    with socket.create_server(("", free_port())) as taken:
         alone = TORCHRUN | {"WORLD_SIZE": "1", "MASTER_PORT": str(taken.getsockname()[1])}
         environment(alone)
         with pytest.raises(
@@ -193,12 +194,6 @@ MACHINES = {  # GPUs that each sees, whether they are its own, backend, what is 
 }
 
 
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def started():
     """Return each rank's output, and True if both succeeded."""
     runs = json.dumps([(free_port(), *machine) for machine in MACHINES.values()])
@@ -274,9 +269,7 @@ def test_workers_are_dealt_out_in_order_and_each_has_one_process():
 
 
 def test_process_0_says_the_world_once_at_level_info(environment, caplog):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     environment({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     with caplog.at_level(logging.INFO, "decentfn"):
         df.init(backend="gloo")
