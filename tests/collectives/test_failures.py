@@ -12,7 +12,7 @@ import torch
 
 import decentfn as df
 from decentfn import compressors
-from decentfn.comm.collectives import reports, world
+from decentfn.comm.collectives import failures, world
 from decentfn.core import trees
 from decentfn.testing import on_ranks
 from decentfn.testing.ranks import alone_as_rank_of
@@ -193,7 +193,7 @@ class Timed:
 
 
 def test_after_the_first_loss_no_bucket_waits_for_its_own_timeout(monkeypatch):
-    monkeypatch.setattr(reports, "_PATIENCE_S", 0.0)  # rank 0 tells nothing
+    monkeypatch.setattr(failures, "_PATIENCE_S", 0.0)  # rank 0 tells nothing
     done, failed = threading.Event(), []
 
     def run(rank):
@@ -216,7 +216,7 @@ def test_after_the_first_loss_no_bucket_waits_for_its_own_timeout(monkeypatch):
 
 def test_a_loss_goes_around_the_ranks_at_once(monkeypatch):
     """In a mean over four, only two talk to the lost rank 0; no rank waits for the timeout."""
-    monkeypatch.setattr(reports, "_PATIENCE_S", 10.0)  # rank 0 tells nothing
+    monkeypatch.setattr(failures, "_PATIENCE_S", 10.0)  # rank 0 tells nothing
 
     def run(rank):
         init, step, _ = build("adapt_then_combine", "complete", 4)

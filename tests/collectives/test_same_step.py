@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import decentfn as df
 from decentfn.comm import gossip
-from decentfn.comm.collectives import World, exchange, look_up, reports, use, wait
+from decentfn.comm.collectives import World, exchange, failures, look_up, use, wait
 from decentfn.comm.collectives.session import Session
 from decentfn.core.buckets import loose
 from decentfn.testing import on_ranks
@@ -223,7 +223,7 @@ def compiled_ahead(topology, at):
     """A short-lived group of its own, for it is broken afterwards."""
     here = df.init()
     group = dist.new_group(list(range(here.size)), timeout=TIMEOUT)
-    with use(World(group, here.rank, here.size, TIMEOUT)), patch.object(reports, "_PATIENCE_S", 60.0):
+    with use(World(group, here.rank, here.size, TIMEOUT)), patch.object(failures, "_PATIENCE_S", 60.0):
         init, step = algorithm(topology, here.size)
         step = df.compile(step, backend="aot_eager")
         return train(step, init(torch.full((3,), float(here.rank))), skips(here.rank, 1, at, 40), at)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import decentfn as df
 from decentfn.comm import collectives
-from decentfn.comm.collectives import World, outside, reports, use
+from decentfn.comm.collectives import World, failures, outside, use
 from decentfn.testing import on_ranks
 from tests.ranks import TIMEOUT, Ranks, free_port, lose_patience
 
@@ -103,7 +103,7 @@ def in_processes(name, n, off=None, calls=(), part=None):
     if here.rank >= n:
         return None
     world, steps = World(group, here.rank, n, TIMEOUT), partial(numbers, *off) if off else range_of_steps
-    with use(world), patch.object(reports, "_PATIENCE_S", 60.0):
+    with use(world), patch.object(failures, "_PATIENCE_S", 60.0):
         try:
             return train(here.rank, name, n, calls=calls, steps=steps, part=part)
         finally:
