@@ -124,7 +124,7 @@ def survived(build, n, deaths=None, *, local=1, equal=False, joins=None, batch=N
 
     def train(step, state, t, seat):
         end, seen = None if joins is not None else last + AFTER, {}
-        until = time.monotonic() + 60
+        until = time.monotonic() + 300
         while t != end:
             if time.monotonic() > until:
                 raise TimeoutError("nobody has joined")
@@ -138,7 +138,7 @@ def survived(build, n, deaths=None, *, local=1, equal=False, joins=None, batch=N
 
     def come(store):
         try:
-            with use(wait_for_run(World(Channels(Identity.of(0, 1))), store, timedelta(seconds=20))):
+            with use(wait_for_run(World(Channels(Identity.of(0, 1))), store, timedelta(seconds=60))):
                 state, step = made(n, world().num_workers)
                 step = df.survive(step)
                 state, first = df.join(step, state, given(0))
@@ -150,7 +150,7 @@ def survived(build, n, deaths=None, *, local=1, equal=False, joins=None, batch=N
         state, step = made(rank, n)
         if rank in deaths:
             step = dying(step, *deaths[rank])
-        step, newcomer = df.survive(step, patience=timedelta(seconds=20)), None
+        step, newcomer = df.survive(step, patience=timedelta(seconds=60)), None
         if rank == 0 and joins is not None:
             newcomer = threading.Thread(target=come, args=(world().store,))
             newcomer.start()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -33,6 +35,15 @@ def lose_patience(timeout: timedelta = SOON) -> None:
         group.set_timeout(timeout)
 
 
+def free_port() -> int:
+    """Return a port that nothing uses, below those that the system gives to connections before somebody binds it."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
 class Ranks:
     """`n` processes with a gloo group; `run(function, *args)` calls a module-level function on every rank at once.
 
@@ -45,9 +56,7 @@ class Ranks:
     is_intact = True
 
     def __init__(self, n: int) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["decentfn"])
         self.pipes, self.processes = [], []

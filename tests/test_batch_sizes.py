@@ -112,7 +112,7 @@ def test_thirty_sizes_of_a_batch_are_compiled_at_most_three_times(mode):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("subject", [name for name in SUBJECTS if name != "rows"])
-@pytest.mark.parametrize("mode", ["alone", "simulated"])
+@pytest.mark.parametrize("mode", [pytest.param("alone", marks=pytest.mark.slow), "simulated"])
 def test_thirty_sizes_are_compiled_at_most_three_times_whatever_the_network_is_made_of(subject, mode):
     by_convolutions = subject == "rows of images"  # PyTorch takes another kernel for 16 samples or more
     assert run(subject, **MODES[mode]) <= 3 + by_convolutions
@@ -124,7 +124,16 @@ def test_thirty_sizes_are_compiled_at_most_three_times_on_ranks():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize(
+    "subject",
+    [
+        pytest.param("rows", marks=pytest.mark.slow),  # of what is in the transformer, too
+        "rows of images",
+        pytest.param("rows of tokens", marks=pytest.mark.slow),  # of the same network
+        "rows of bags",
+        "length",
+    ],
+)
 def test_a_step_compiled_for_any_size_computes_what_the_eager_one_does(subject):
     net = SUBJECTS[subject][0]
     net = net(dropout=0.0) if net is Transformer else net()

@@ -315,7 +315,7 @@ def interrupted(tmp_path, *arguments):
         if line.startswith("step "):
             process.send_signal(signal.SIGINT)
             break
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=300)
     return said, process.returncode
 
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -10,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+from tests.ranks import free_port
 
 LAUNCH = Path(__file__).parent.parent / "examples" / "launch"
 DIGITS = [str(LAUNCH.parent / "digits.py"), "--steps", "5"]
@@ -29,25 +30,19 @@ def start(script, *arguments, **variables):
     )
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 def test_one_machine():
-    said, errors = (job := start("one_machine.sh", *DIGITS, PROCESSES="2")).communicate(timeout=120)
+    said, errors = (job := start("one_machine.sh", *DIGITS, PROCESSES="2")).communicate(timeout=600)
     assert job.returncode == 0 and said.startswith("2 workers"), errors
 
 
 def test_two_machines():
     """Two agents, each of one process, which know each other by the rendezvous alone."""
-    port = free_port()
+    port = str(free_port())
     jobs = [
         start("two_machines.sh", *DIGITS, HEAD="localhost", PORT=port, PROCESSES="1", ADDRESS=f"127.0.0.{i}")
         for i in (1, 2)
     ]
-    said = [job.communicate(timeout=120) for job in jobs]
+    said = [job.communicate(timeout=600) for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0], said
     assert "".join(out for out, _ in said).count("2 workers") == 1
 
@@ -101,7 +96,7 @@ def test_a_slurm_job_that_is_signalled_saves_and_is_requeued(tmp_path):
     while job.poll() is None and not (tmp_path / "preempted.json.started").exists():
         time.sleep(0.05)
     job.send_signal(signal.SIGUSR1)
-    _, errors = job.communicate(timeout=120)
+    _, errors = job.communicate(timeout=600)
     assert job.returncode == 0 and (tmp_path / "preempted.json").exists(), errors
     assert (tmp_path / "said").read_text().splitlines() == [f"--signal=TERM {os.getpid()}.0", f"requeue {os.getpid()}"]
 
@@ -109,7 +104,7 @@ def test_a_slurm_job_that_is_signalled_saves_and_is_requeued(tmp_path):
 @pytest.mark.parametrize("code", [0, 3])
 def test_a_slurm_job_that_ends_by_itself_is_not_requeued(code, tmp_path):
     job = submit(tmp_path, steps=1, srun=f"exit {code}")
-    job.communicate(timeout=60)
+    job.communicate(timeout=600)
     assert job.returncode == code and not (tmp_path / "said").exists()
 
 
@@ -195,4 +190,4 @@ def test_a_preempted_pod_fails_so_that_it_comes_back_and_others_end_as_torchrun_
         time.sleep(0.05)
     if agent == "STOP":
         pod.terminate()
-    assert pod.wait(30) == code
+    assert pod.wait(300) == code

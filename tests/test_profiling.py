@@ -93,7 +93,7 @@ def test_who_waits_for_a_slow_peer_counts_the_wait_and_the_peer_does_not():
     def train(rank):
         init, step = network.build("adapt_while_communicate on ring", 2)
         state, _ = step(init(network.params()), batch_of(rank, 2, 0), 0)
-        time.sleep(0.4 * rank)
+        time.sleep(1.0 * rank)
         with df.profiling.communication() as counted:
             step(state, batch_of(rank, 2, 1), 1)
         return counted.seconds_waited
@@ -116,7 +116,7 @@ WITH_MEANS = {
 
 @pytest.mark.parametrize("name", WITH_MEANS)
 def test_of_four_the_slow_one_waits_least_also_in_means(name):
-    steps, seconds = 4, 0.1
+    steps, seconds = 3, 0.3
 
     def train(rank):
         @df.autograd
@@ -153,7 +153,7 @@ def test_a_post_does_not_wait_for_the_others_also_of_a_mean(name, backend):
         step = step if backend is None else df.compile(step, backend=backend)
         state, _ = step(init(torch.ones(5)), torch.zeros(5), 0)
         if rank == 2:
-            seen.append(computes.wait(10))
+            seen.append(computes.wait(60))
         step(state, torch.ones(5), 1)
 
     on_ranks(3, train)

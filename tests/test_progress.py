@@ -26,6 +26,13 @@ def said(caplog):
     return [record.getMessage() for record in caplog.records if (record.name, record.levelno) == of_compiling]
 
 
+def wait_for(caplog, lines):
+    """Until another thread has logged so many lines."""
+    until = time.monotonic() + 60
+    while sum(record.name == "decentfn" for record in caplog.records) < lines and time.monotonic() < until:
+        time.sleep(0.02)
+
+
 def match_all(patterns, lines):
     assert len(patterns) == len(lines), lines
     for pattern, line in zip(patterns, lines, strict=True):
@@ -55,7 +62,7 @@ def test_a_script_that_does_not_ask_is_told_of_a_long_compilation_once(caplog, m
     monkeypatch.setattr(compilation, "_SILENT_S", 0.05)
 
     def slow(graph, inputs):
-        time.sleep(0.3)
+        wait_for(caplog, 1)
         return graph.forward
 
     init, step = df.adapt_then_combine(
@@ -71,10 +78,11 @@ def test_a_script_that_does_not_ask_is_told_of_a_long_compilation_once(caplog, m
 
 def test_the_announcement_of_a_later_compilation_says_again(caplog, monkeypatch):
     monkeypatch.setattr(compilation, "_SILENT_S", 0.05)
-    quick = compilation.compile_cache.inductor
+    quick, seen = compilation.compile_cache.inductor, []
 
     def slow(graph, inputs, **kwargs):
-        time.sleep(0.3)
+        seen.append(graph)
+        wait_for(caplog, len(seen))
         return quick(graph, inputs, **kwargs)
 
     monkeypatch.setattr(compilation.compile_cache, "inductor", slow)

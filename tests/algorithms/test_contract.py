@@ -30,6 +30,24 @@ INDUCTOR = ("compiled_ranks_agree", "sixteen_bits_compile")
 COMPILED = (*INDUCTOR, "laws_hold", "laws_hold_on_a_narrow_wire", "nothing_in_flight_is_written_over", "keeps_an_ema")
 FAMILIES_ONLY = (*INDUCTOR, "works_by_autograd")
 """Promises that CI tries for a row of each family: an algorithm does not see where its gradient comes from."""
+OF_A_TRACE = (
+    *("traced_ranks_agree", "donated_is_pure", "one_graph", "laws_hold", "nothing_in_flight_is_written_over"),
+    *("scales_the_loss", "keeps_an_ema", "averages_buffers"),
+)
+"""Promises about the step that is traced once for all of them; the invariants are tried on a narrow wire, too, eagerly."""
+
+
+def further_forms():
+    """Rows of functions that CI traces in another row: that of a family, or the first."""
+    traced = {row.partition(",")[0] for row in contract.FAMILIES}
+    for row in contract.ROWS:
+        function = row.partition(",")[0]
+        if row not in contract.FAMILIES and function in traced:
+            yield row
+        traced.add(function)
+
+
+FURTHER_FORMS = set(further_forms())
 
 TRACED = {row: replace(subject, backend="aot_eager") for row, subject in contract.ROWS.items()}
 """Rows that are traced instead of compiled."""
@@ -51,7 +69,7 @@ def mark_of(row, promise):
 
 
 def cells():
-    """CI compiles one row of each family with Inductor and traces the others; `-m slow` compiles those."""
+    """CI compiles one row of each family with Inductor and traces one of each other function; `-m slow` compiles all."""
     for row in contract.ROWS:
         for promise in PROMISES:
             marks = [pytest.mark.xdist_group(row)]
@@ -60,7 +78,8 @@ def cells():
                 yield pytest.param(row, promise, contract.ROWS, marks=marks, id=f"{row}-{promise}")
                 continue
             if promise not in INDUCTOR:
-                traced = [*marks, pytest.mark.slow if promise in FAMILIES_ONLY else pytest.mark.thorough]
+                is_slow = promise in FAMILIES_ONLY or row in FURTHER_FORMS and promise in OF_A_TRACE
+                traced = [*marks, pytest.mark.slow if is_slow else pytest.mark.thorough]
                 yield pytest.param(row, promise, TRACED, marks=traced, id=f"{row}-{promise}")
             if promise in COMPILED:
                 compiled = [*marks, pytest.mark.slow]

@@ -66,7 +66,7 @@ def test_training_through_wireguard_ends_with_the_same_bits(mbit, tmp_path):
     found = {
         way: json.loads(
             subprocess.run(
-                [*LAB, "-n", "2", "--mbit", str(mbit), "--", *words], capture_output=True, timeout=120
+                [*LAB, "-n", "2", "--mbit", str(mbit), "--", *words], capture_output=True, timeout=600
             ).stdout
         )
         for way, words in program.items()

@@ -6,19 +6,17 @@ import itertools
 import os
 import signal
 import threading
-import time
-from datetime import timedelta
 
 import pytest
 import torch
 
 import decentfn as df
 from decentfn import compressors
-from decentfn.comm.collectives import world
+from decentfn.comm.collectives import failures, world
 from decentfn.core import trees
 from decentfn.testing import on_ranks
 from decentfn.testing.ranks import alone_as_rank_of
-from tests.ranks import Ranks
+from tests.ranks import SOON, Ranks, lose_patience
 
 pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore:step.state, batch, t=")]  # gaps are meant
 
@@ -122,7 +120,7 @@ class Case:
                     self.step(after, torch.ones(()) * me, AT + 1)
             return whole, calls, None
 
-        return on_ranks(self.n, run, timeout=timedelta(seconds=20))
+        return on_ranks(self.n, run)
 
 
 def same(one, other):
@@ -171,28 +169,54 @@ def test_wherever_a_message_is_lost_the_state_is_whole(kind, backend):
     assert all(x.isfinite().all() for x in trees.leaves(answers[1][0]))
 
 
-def test_after_the_first_loss_no_bucket_waits_for_its_own_timeout():
-    done = threading.Event()
+class Timed:
+    """A group, and a message's work, that keeps how long a wait that failed might have lasted."""
+
+    def __init__(self, inner, failed):
+        self.inner, self.failed = inner, failed
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def _call(self, name, *args):
+        return Timed(getattr(self.inner, name)(*args), self.failed)
+
+    recv = functools.partialmethod(_call, "recv")
+    send = functools.partialmethod(_call, "send")
+
+    def wait(self, timeout):
+        try:
+            self.inner.wait(timeout)
+        except RuntimeError:
+            self.failed.append(timeout)
+            raise
+
+
+def test_after_the_first_loss_no_bucket_waits_for_its_own_timeout(monkeypatch):
+    monkeypatch.setattr(failures, "_PATIENCE_S", 0.0)  # rank 0 tells nothing
+    done, failed = threading.Event(), []
 
     def run(rank):
         init, step, _ = KINDS["messages"]()
         state = init(params(rank))
         if rank == 0:
             return done.wait(60)
-        since = time.monotonic()
+        lose_patience()
+        world().channels.group = Timed(world().channels.group, failed)
         with pytest.raises(
             df.errors.ExchangeTimeout, match="within the timeout of df.init.*worker 0 is late"
         ) as caught:
             step(state, torch.ones(()), 0)
         done.set()
         assert caught.value.peer == 0
-        return time.monotonic() - since
 
-    assert on_ranks(2, run, timeout=timedelta(seconds=4))[1] < 3 * 4
+    on_ranks(2, run)
+    assert failed[0] == SOON and len(failed) > 1 and all(later < SOON for later in failed[1:]), failed
 
 
-def test_a_loss_goes_around_the_ranks_at_once():
+def test_a_loss_goes_around_the_ranks_at_once(monkeypatch):
     """In a mean over four, only two talk to the lost rank 0; no rank waits for the timeout."""
+    monkeypatch.setattr(failures, "_PATIENCE_S", 10.0)  # rank 0 tells nothing
 
     def run(rank):
         init, step, _ = build("adapt_then_combine", "complete", 4)
@@ -255,7 +279,7 @@ def test_an_error_names_the_step_that_ran_where_an_algorithm_mixes_by_an_earlier
             except df.errors.RunError as error:
                 return error.step, error.next_step, str(error)
 
-    for step, next_step, said in on_ranks(2, run, timeout=timedelta(seconds=20)):
+    for step, next_step, said in on_ranks(2, run):
         assert step == next_step == AT and "is intact (unmodified)" in said
 
 
@@ -266,8 +290,9 @@ OUTSIDE = {
 }
 
 
-def call_outside(call, last_rank, timeout):
-    """Return the errors of three ranks that make a call after step 1; `last_rank` determines how the last one joins."""
+def call_outside(call, *, is_late=False):
+    """Return the errors of three ranks that make a call after step 1; the last one leaves, or calls when the others gave up."""
+    gave_up = threading.Semaphore(0)
 
     def run(rank):
         init, step, _ = build("adapt_then_combine", "complete", 3)
@@ -275,25 +300,30 @@ def call_outside(call, last_rank, timeout):
         for t in range(2):
             state, _ = step(state, torch.ones(()), t)
         OUTSIDE[call](state)  # connected from here on
+        if is_late:
+            lose_patience()
+        if rank == 2 and not is_late:
+            return world().hang_up()
+        if rank == 2:
+            assert gave_up.acquire(timeout=60) and gave_up.acquire(timeout=60)
         try:
-            if rank == 2 and last_rank() == "leaves":
-                return world().hang_up()
             OUTSIDE[call](state)
         except df.errors.RunError as error:
+            gave_up.release()
             return error
 
-    return on_ranks(3, run, timeout=timedelta(seconds=timeout))
+    return on_ranks(3, run)
 
 
 @pytest.mark.parametrize("call", OUTSIDE)
 def test_a_call_outside_steps_names_its_step_and_the_process_that_is_gone(call):
-    for error in call_outside(call, lambda: "leaves", 20)[:2]:
+    for error in call_outside(call)[:2]:
         assert isinstance(error, df.errors.PeerLost) and (error.step, error.peer, error.next_step) == (1, 2, 2), error
         assert str(error).startswith(f"{call} failed on process") and "after step t=1; process 2 exited" in str(error)
 
 
 def test_a_process_that_is_only_late_is_never_called_dead():
-    errors = call_outside("df.consensus_mean(state)", lambda: time.sleep(6), 4)
+    errors = call_outside("df.consensus_mean(state)", is_late=True)
     for error in errors:
         assert isinstance(error, df.errors.ExchangeTimeout) and "died" not in str(error), error
     assert [error.peer for error in errors[:2]] == [2, 2] and "gave up waiting" in str(errors[2])

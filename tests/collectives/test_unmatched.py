@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +17,7 @@ import decentfn as df
 from decentfn.comm import collectives
 from decentfn.comm.collectives import Channels, Identity, World, failures, outside, use
 from decentfn.testing import on_ranks
-from tests.ranks import TIMEOUT, Ranks, lose_patience
+from tests.ranks import TIMEOUT, Ranks, free_port, lose_patience
 
 pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore:step.state, batch, t=")]  # gaps are meant
 
@@ -338,10 +337,7 @@ print("gloo" in "".join(name.read_text() for name in pathlib.Path("/proc/self/ta
 @pytest.mark.slow
 def test_a_script_that_keeps_its_world_ends_with_no_thread_of_gloos(tmp_path):
     """One that outlives the interpreter aborts the process: one in seven did."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    env = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    env = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [sys.executable, "-c", ENDS, str(tmp_path / "run")]
     processes = [
         subprocess.Popen(command, env=env | {"RANK": str(r), "LOCAL_RANK": str(r)}, stdout=subprocess.PIPE, text=True)

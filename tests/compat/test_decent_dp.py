@@ -1,11 +1,8 @@
 """Decent-DP's trajectories, recorded from the installed package while the tests run, and by this library's own step."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+import functools
+import importlib
 
-import numpy as np
 import pytest
 import torch
 
@@ -25,26 +22,14 @@ pytestmark = [pytest.mark.xdist_group("decent_dp"), pytest.mark.thorough]  # one
 
 
 @pytest.fixture(scope="module")
-def records(tmp_path_factory):
-    """`records(n)`: what decent-dp does on n gloo ranks, run now (20 s for 4 ranks)."""
-    kept = {}
+def records(ranks):
+    """`records(n)`: what decent-dp does on n gloo ranks, run now."""
+    record = importlib.import_module("tests.decent_dp.record")
 
+    @functools.cache
     def of_size(n):
-        if n not in kept:
-            out = tmp_path_factory.mktemp("decent_dp")
-            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
-            finished = subprocess.run(
-                [*launcher, "-m", "tests.decent_dp.record", "--out", str(out)],
-                capture_output=True,
-                text=True,
-                timeout=300,
-                cwd=Path(__file__).parents[2],
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-            )
-            assert finished.returncode == 0, finished.stderr
-            with np.load(out / f"n{n}.npz") as arrays:
-                kept[n] = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
-        return kept[n]
+        arrays = ranks(n).run(record.on_this_rank)[0]
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     return of_size
 
@@ -150,7 +135,8 @@ def test_the_compiled_step_repeats_a_run_of_decent_dp(records, n, name):
 
 
 def test_compiled_gloo_ranks_repeat_a_run_of_decent_dp(ranks, records):
-    for rank, mine in enumerate(ranks(2).run(replay.on_this_rank, cases(2)["gamma/sgdm_0.3"], 2, {"donate": True})):
+    how = {"backend": "aot_eager"}
+    for rank, mine in enumerate(ranks(2).run(replay.on_this_rank, cases(2)["gamma/sgdm_0.3"], 2, how)):
         assert_same(mine, records(2), "gamma/sgdm_0.3", rank)
 
 

@@ -1,6 +1,6 @@
-"""Record trajectories of the installed decent-dp: `torchrun --nproc-per-node 4 -m tests.decent_dp.record --out DIR`.
+"""Trajectories of the installed decent-dp.
 
-Writes `n{ranks}.npz`; of case NAME with T updates on n ranks, P = 355 parameters:
+Of case NAME with T updates on n ranks, P = 355 parameters:
 
     NAME/x         [T+1, n, P]  every rank's own, unmixed parameters: the start, and after each update
     NAME/loss      [T, n]       the loss of update u's iteration, at x[u-1]
@@ -12,9 +12,7 @@ Writes `n{ranks}.npz`; of case NAME with T updates on n ranks, P = 355 parameter
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -123,18 +121,18 @@ def record(name: str, case: Case) -> dict[str, Any]:
                 model.revert_global_avg()
     for work in model._comm_ops:
         work.wait()
+    dist.barrier()
+    for group in model._topo._registry.values():  # else the threads of hundreds of them take most of the time
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
     number = {id(param): k for k, bucket in enumerate(model._param_buckets) for param in bucket}
     found["buckets"] = np.array([number[id(param)] for param in (dict(net.named_parameters())[n] for n in NAMES)])
     return found | {"x": np.stack(x), "loss": np.array(losses), "launched": launched, "mixed": mixed}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    out = parser.parse_args().out
+def on_this_rank() -> dict[str, np.ndarray]:
+    """All ranks' records of every case; for `tests.ranks`."""
     logger.remove()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     n = dist.get_world_size()
     arrays: dict[str, np.ndarray] = {}
     for name, case in cases(n).items():
@@ -144,12 +142,4 @@ def main() -> None:
             alike = key in ("launched", "mixed", "buckets")
             axis = 1 if key in ("x", "loss") else 0
             arrays[f"{name}/{key}"] = np.array(mine) if alike else np.stack([e[key] for e in everyone], axis=axis)
-    if dist.get_rank() == 0:
-        out.mkdir(parents=True, exist_ok=True)
-        np.savez(out / f"n{n}.npz", **arrays)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    return arrays

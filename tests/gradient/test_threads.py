@@ -47,7 +47,7 @@ def trained(around, backend, other=None):
     got = []
 
     def work():
-        assert net.inside.wait(10)
+        assert net.inside.wait(60)
         try:
             got.append(other(net, loss_fn, start, run))
         except Exception as error:
@@ -119,7 +119,8 @@ def test_a_compiled_step_does_not_see_that_another_thread_evaluates(around):
         try:
             for t in range(60):
                 state, _ = step(state, BATCH, t)
-                time.sleep(0.001)
+                while evaluations is not None and thread.is_alive() and len(evaluations) <= t // 10:
+                    time.sleep(0.001)
         finally:
             ends.set()
         if evaluations is not None:
@@ -128,7 +129,7 @@ def test_a_compiled_step_does_not_see_that_another_thread_evaluates(around):
 
     evaluations = []
     torch.testing.assert_close(after(evaluations), after(None), rtol=0, atol=0)
-    assert len(evaluations) > 5
+    assert len(evaluations) > 5  # one in ten steps
 
 
 @WAYS

@@ -69,5 +69,5 @@ def test_accelerate_starts_the_ranks(tmp_path):
     tail = 'for t, batch in enumerate(batches):\n    state, metrics = step(state, batch, t)\nprint(f"{world.rank} {world.num_workers}\\n", end="")\n'
     (tmp_path / "training.py").write_text(start() + tail)
     command = [sys.executable, "-m", "accelerate.commands.launch", *text.split()[2:]]
-    finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert finished.returncode == 0 and sorted(finished.stdout.split("\n")) == ["", "0 2", "1 2"], finished.stderr

@@ -6,7 +6,6 @@ python -m tests.run.agents folder restarts        each job leaves its events in 
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 import decentfn as df
 from decentfn.comm.collectives import gather_objects
 from decentfn.train import process_group
+from tests.ranks import free_port
 
 STEPS = 12
 
@@ -155,16 +155,10 @@ def agent(function, number, folder, nodes, endpoint, host, restarts, *arguments)
     os._exit(0)
 
 
-def free_endpoint():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return f"localhost:{listener.getsockname()[1]}"
-
-
 def start(folder, nodes, restarts, *arguments, host=0, function=train):
     """A job on so many nodes, (least, most), of which `host` keeps the rendezvous; what to wait for."""
     folder.mkdir()
-    endpoint = free_endpoint()
+    endpoint = f"localhost:{free_port()}"
     return folder, [agent(function, i, folder, nodes, endpoint, host, restarts, *arguments) for i in range(nodes[1])]
 
 

@@ -13,7 +13,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +29,7 @@ from decentfn.comm import collectives
 from decentfn.core import trees
 from decentfn.testing import problem
 from tests.contract import FAMILIES, ROWS
+from tests.ranks import free_port
 
 PATCHED = ("mkdir", "open", "write", "fsync", "replace", "unlink", "rmdir")
 
@@ -146,9 +146,7 @@ def train(row: str, directory: Path, backend: str | None, kill: tuple[str, int, 
 
 def on_processes(function: Callable[[int], None], *, is_killed: bool = False, timeout: float = 200) -> None:
     """Two gloo ranks; where one dies, the other is killed as well."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     pids = []
     for rank in range(2):
         pid = os.fork()

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import random
 import signal
-import socket
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
 
 import decentfn as df
+from tests.ranks import free_port
 
 ROWS, BATCH, EPOCHS = 48, 4, 3
 STEPS_PER_EPOCH = ROWS // 2 // BATCH
@@ -142,9 +142,7 @@ def run(folder: Path, kind: str, deaths: list[tuple[int, int]]) -> list[list[Any
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["decentfn"])
     for _ in range(len(deaths) + 1):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         ranks = [context.Process(target=train, args=(rank, port, folder, kind, deaths)) for rank in range(2)]
         for process in ranks:
             process.start()

@@ -5,7 +5,6 @@ jobs, one job after another, from a process that has imported everything.
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from torch._dynamo.utils import counters
 import decentfn as df
 from decentfn import compressors
 from decentfn.elastic.generation import generation_of
+from tests.ranks import free_port, lose_patience
 
 F64 = torch.float64
 RATE = 0.01
@@ -82,8 +82,8 @@ def killed(run, seat, at, me):
 
 DEFAULTS = {
     "n": 4,
-    "timeout": 20,
-    "patience": 10,
+    "timeout": 120,
+    "patience": 60,
     "steps": 12,
     "dies": {},
     "backend": None,
@@ -92,9 +92,13 @@ DEFAULTS = {
     "local": 1,
     "within": None,
 }
-"""`local`: workers of each process, with the same start and batches. `within`: a worker and a step within which it dies, compiled
+"""Longer than a busy machine needs for a healthy step. `local`: workers of each process, with the same start and batches. `within`: a worker and a step within which it dies, compiled
 or not, when it has sent all. `joins`: a step before which the others wait for a newcomer that has compiled its step and is about to join.
-`calls`: after each step, the workers also call what is called outside steps; `dies_in`: a worker, a step and one of these."""
+`calls`: after each step, the workers also call what is called outside steps; `dies_in`: a worker, a step and one of these.
+`stops`: a worker and a step before which it stops; the others wait 2 s for it. `signals`: rank, after how many seconds, or "the others"
+have ended, and number."""
+WAITED_S = 50.0
+"""A step in which nobody waits for a timeout or for patience to end is shorter."""
 
 
 def members(world):
@@ -170,6 +174,10 @@ def main(spec, rank):
                 os.kill(os.getpid(), signal.SIGKILL)
             if spec.get("stops") == [seat, t]:
                 os.kill(os.getpid(), signal.SIGSTOP)
+            elif spec.get("stops", [0, t + 1])[1] == t:
+                lose_patience(timedelta(seconds=2))
+            elif spec.get("stops", [0, t])[1] == t - 1:
+                lose_patience(timedelta(seconds=spec["timeout"]))
             if spec.get("slow") == [seat, t]:
                 time.sleep(1.5)
             time.sleep(spec["pause"])
@@ -209,9 +217,7 @@ def run(job):
     """Fork the processes of a job and a store that outlives them; wait for all of them."""
     folder = Path(job["folder"])
     folder.mkdir(parents=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     place = {"WORLD_SIZE": job["n"], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in place.items()} | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     keeper = _forked(keep, port)
@@ -222,11 +228,15 @@ def run(job):
             time.sleep(0.02)  # until all have ended a step
             if time.monotonic() > end:
                 raise TimeoutError(f"not all processes of {folder.name} have ended a step within {START_S} s")
+        codes = {}
         for rank, after, number in job.get("signals", ()):
-            time.sleep(after)
+            if after == "the others":
+                codes |= {other: os.waitpid(ranks[other], 0)[1] for other in range(len(ranks)) if other != rank}
+            else:
+                time.sleep(after)
             os.kill(ranks[rank], number)
-        codes = [os.waitpid(rank, 0)[1] for rank in ranks]
-        (folder / "codes").write_text(json.dumps(codes))
+        codes |= {rank: os.waitpid(ranks[rank], 0)[1] for rank in range(len(ranks)) if rank not in codes}
+        (folder / "codes").write_text(json.dumps([codes[rank] for rank in range(len(ranks))]))
     finally:
         os.kill(keeper, signal.SIGKILL)
         os.waitpid(keeper, 0)

@@ -1,6 +1,6 @@
 """A process group that a launcher has made (Ray Train, Fabric, mp.spawn) gets the timeout of `df.init`."""
 
-import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def _remade(rank_of, timeout, call):
     assert world.size == size
     if call == "repeated":
         df.init(timeout=timeout), df.init()
-        with pytest.raises(ValueError, match=r"timeout=0:00:09\): an earlier df.init set 0:00:03"):
+        with pytest.raises(ValueError, match=r"timeout=0:00:09\): an earlier df.init set 0:01:00"):
             df.init(timeout=9)
         with pytest.raises(ValueError, match=r"init\(backend='nccl'\): the process group exists, with cpu:gloo"):
             df.init("nccl")
@@ -33,10 +33,11 @@ def _remade(rank_of, timeout, call):
     state = init(torch.zeros(3))
     state, _ = step(state, torch.ones(3), 0)
     if rank:
-        time.sleep(8)
+        store.wait(["noticed"], timedelta(seconds=200))
         return None
-    with pytest.raises(df.errors.ExchangeTimeout, match="0:00:03"):  # not after PyTorch's 30 minutes
+    with pytest.raises(df.errors.ExchangeTimeout, match="0:00:10"):  # not after PyTorch's 30 minutes
         step(state, torch.ones(3), 1)
+    store.set("noticed", "")
     return None
 
 
@@ -50,8 +51,8 @@ def ranks():
 
 @pytest.mark.parametrize("topology", ["ring", "complete"])
 def test_a_lost_message_is_noticed_within_the_given_time(ranks, topology):
-    ranks.run(_remade, 0, 3.0, topology)
+    ranks.run(_remade, 0, 10.0, topology)
 
 
 def test_another_backend_or_a_second_timeout_is_refused(ranks):
-    ranks.run(_remade, 0, 3.0, "repeated")
+    ranks.run(_remade, 0, 60.0, "repeated")

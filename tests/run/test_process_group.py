@@ -16,6 +16,7 @@ import decentfn as df
 from decentfn.comm import collectives
 from decentfn.comm.collectives import Channels, Identity, World, membership
 from decentfn.testing import on_ranks
+from tests.ranks import free_port
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 SRUN = {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"}
@@ -63,7 +64,7 @@ def test_what_started_several_processes_is_never_taken_for_one(environment, vari
 
 
 def test_a_port_that_is_in_use_is_named_and_another_one_works(environment):
-    with socket.create_server(("", 0)) as taken:
+    with socket.create_server(("", free_port())) as taken:
         alone = TORCHRUN | {"WORLD_SIZE": "1", "MASTER_PORT": str(taken.getsockname()[1])}
         environment(alone)
         with pytest.raises(
@@ -215,12 +216,6 @@ MACHINES = {  # GPUs that each sees, whether they are its own, backend, what is 
 }
 
 
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def started():
     """Return each rank's output, and True if both succeeded."""
     runs = json.dumps([(free_port(), *machine) for machine in MACHINES.values()])
@@ -297,9 +292,7 @@ def test_workers_are_dealt_out_in_order_and_each_has_one_process():
 
 
 def test_process_0_says_the_world_once_at_level_info(environment, caplog):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     environment({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     with caplog.at_level(logging.INFO, "decentfn"):
         df.init(backend="gloo")
@@ -334,7 +327,7 @@ def test_ranks_of_a_group_for_gpus_alone_tell_each_other_over_gloo_and_refuse_a_
     commands = [[sys.executable, "-W", "ignore", "-c", ONE_KIND, str(rank), str(tmp_path / "store")] for rank in (0, 1)]
     ranks = [subprocess.Popen(c, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for c in commands]
     for rank in ranks:
-        said, wrong = rank.communicate(timeout=100)
+        said, wrong = rank.communicate(timeout=600)
         assert said.startswith(
             "[0, 1] [0.5, 0.5, 0.5] init(params): the parameters are on cpu, and the process group (cuda:fake) carries messages "
             "from cuda only; move the model there first, model.to('cuda')"
@@ -391,6 +384,6 @@ def test_whoever_compiles_after_init_does_not_keep_the_group_past_its_end(group)
     """A gloo thread that outlives the interpreter aborts the process."""
     env = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     finished = subprocess.run(
-        [sys.executable, "-c", LEAVES, group], env=env, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", LEAVES, group], env=env, capture_output=True, text=True, timeout=600
     )
     assert finished.stdout == "2\n", finished.stderr  # the variable, and the argument of getrefcount

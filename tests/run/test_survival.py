@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from decentfn.comm.collectives import Channels, Identity, World, use, world
 from decentfn.testing import on_ranks
 from decentfn.topologies.resized import enlarged, in_place
 from tests import chaos, losses
+from tests.ranks import free_port
 from tests.run import survivors
 from tests.run.survivors import ALGORITHMS, F64, RATE, gradient, loss_fn, start_params
 
@@ -35,7 +35,7 @@ def leave(step):
 
 def train(rank, name, leaves, built=ALGORITHMS):
     init, step = built[name](loss_fn, 4)
-    step = df.survive(step, patience=timedelta(seconds=20))
+    step = df.survive(step, patience=timedelta(seconds=60))
     state, seen = init(start_params(rank, name)), []
     for t in range(STEPS):
         if leaves.get(rank) == t:
@@ -126,7 +126,7 @@ def test_the_invariant_of_the_memory_holds_among_those_that_are_left(name):
 def test_the_lowest_that_is_left_writes_the_log_on(at, when, tmp_path):
     def train(rank):
         init, step = losses.of_row("adapt_while_communicate", "base")(3)
-        step = df.survive(losses.dying(step, at, when) if rank == 0 else step, patience=timedelta(seconds=20))
+        step = df.survive(losses.dying(step, at, when) if rank == 0 else step, patience=timedelta(seconds=60))
         state, log = init(losses.start(rank, False)), df.logs.JSONLines(tmp_path / "log.jsonl")
         for t in range(STEPS):
             try:
@@ -153,7 +153,7 @@ def test_the_lowest_that_is_left_writes_the_log_on(at, when, tmp_path):
 def test_records_after_a_loss_are_of_those_that_are_left_by_their_own_numbers_and_of_the_same_start(tmp_path):
     def train(rank):
         init, step = losses.of_row("adapt_while_communicate", "base")(3)
-        step = df.survive(losses.dying(step, 2, "before") if rank == 0 else step, patience=timedelta(seconds=20))
+        step = df.survive(losses.dying(step, 2, "before") if rank == 0 else step, patience=timedelta(seconds=60))
         state, log = init(losses.start(rank, False)), df.logs.JSONLines(tmp_path / "log.jsonl")
         for t in range(STEPS):
             try:
@@ -307,12 +307,12 @@ def assert_survived(lines, *, graphs):
             for a, b in zip(its, its[1:], strict=False)
             if b.get("generation", 0) > a.get("generation", 0)
         ]
-        assert all(gap < 2 for gap in gaps), gaps
+        assert all(gap < survivors.WAITED_S for gap in gaps), gaps
 
 
 @pytest.mark.thorough
 def test_processes_are_killed_or_stopped_and_the_others_go_on(tmp_path):
-    stopped = {"stops": [2, 5], "signals": [(2, 8, signal.SIGCONT)], "timeout": 2, "patience": 1}
+    stopped = {"stops": [2, 5], "signals": [(2, "the others", signal.SIGCONT)], "patience": 10}
     killed, compiled, woken = survivors.results(
         tmp_path,
         [
@@ -330,6 +330,8 @@ def test_processes_are_killed_or_stopped_and_the_others_go_on(tmp_path):
 @pytest.mark.thorough
 def test_a_short_chaos_has_no_bad_end(tmp_path, monkeypatch):
     monkeypatch.setattr(chaos, "KINDS", ("exception in the loss", "two at once"))
+    for name, seconds in (("TIMEOUT", 60), ("PATIENCE", 20), ("LATEST", 65)):  # a busy machine
+        monkeypatch.setattr(chaos, name, seconds)
     assert chaos.main(1, tmp_path / "chaos") == []
 
 
@@ -369,9 +371,7 @@ survivors.main(json.loads(sys.argv[1]), int(os.environ["RANK"]))
 
 @pytest.mark.slow
 def test_an_agent_of_torchrun_is_killed_and_the_other_agents_workers_go_on(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     spec = survivors.DEFAULTS | {
         "algorithm": "gossip",
         "folder": str(tmp_path),

@@ -76,6 +76,7 @@ def test_an_algorithm_that_does_not_push_sums_is_refused_on_a_column_stochastic_
             my_algorithm(None)(lambda p, batch: p.sum(), df.sgd(0.1), topology)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["stochastic_gradient_push", "push_diging"])
 def test_push_sum_passes_all_checks_on_a_column_stochastic_graph(name):
     assert testing.check_algorithm(getattr(df, name), one_way, backend="aot_eager")["laws_hold"] is None

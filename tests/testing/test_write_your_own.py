@@ -1,7 +1,8 @@
-"""The page "Write your own" is run as it stands; what it makes passes `df.testing` there, and is used here."""
+"""The page "Write your own" is run; what it makes passes `df.testing` there, and is used here."""
 
 import importlib
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,14 +17,27 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re
 pytestmark = [pytest.mark.xdist_group("write your own"), pytest.mark.thorough]
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def module(folder, text):
     """The page as a module of the user's."""
-    folder = tmp_path_factory.mktemp("own")
-    (folder / "write_your_own.py").write_text("\n".join(BLOCKS), encoding="utf-8")
+    (folder / "write_your_own.py").write_text(text, encoding="utf-8")
+    sys.modules.pop("write_your_own", None)
     with pytest.MonkeyPatch.context() as patched:
         patched.syspath_prepend(folder)
-        yield importlib.import_module("write_your_own")
+        return importlib.import_module("write_your_own")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """With what the page compiles traced; the contract compiles this library's own, with the same promises."""
+    compiled = "check_algorithm(shift_register, ring)"
+    text = "\n".join(BLOCKS)
+    assert text.count(compiled) == 1
+    return module(tmp_path_factory.mktemp("own"), text.replace(compiled, f'{compiled[:-1]}, backend="aot_eager")'))
+
+
+@pytest.mark.slow
+def test_the_page_runs_as_it_stands(tmp_path):
+    module(tmp_path, "\n".join(BLOCKS))
 
 
 def test_every_recipe_passes_its_checks(made):

@@ -12,8 +12,8 @@ import pytest
 from tests.run import survivors
 
 JOB = {"algorithm": "asynchronous", "survives": False, "timeout": 60, "steps": 60, "pause": 0.02}
-STALL_S = 3.0
-"""A step that waits for a lost worker would take the timeout, or until it is awake again."""
+STALL_S = 30.0
+"""A step that waits for a lost worker would take the timeout, as it is awake again only when the others have ended."""
 
 
 def slowest(its):
@@ -39,8 +39,8 @@ def drawn(seed):
     signals = [
         [(first, at, kill)],
         [(first, at, kill), (second, draw.uniform(0, 0.2), kill)],
-        [(first, at, stop), (first, 6.0, go_on)],
-        [(first, at, stop), (second, 0.1, kill), (first, 6.0, go_on)],
+        [(first, at, stop), (first, "the others", go_on)],
+        [(first, at, stop), (second, 0.1, kill), (first, "the others", go_on)],
     ][seed % 4]
     return JOB | {"signals": signals}
 
