@@ -66,4 +66,4 @@ def sparta(
         new = [b.scatter(0, k, m.to(b.dtype)) for b, k, m in zip(x, where, mixed, strict=True)]
         return kit.State(kit.Buckets(new, x.plan), local), g.metrics
 
-    return worker.algorithm(step)
+    return worker.algorithm(step, whole_buckets=True)
