@@ -68,8 +68,8 @@ class Layout:
             for i, new in spare.items():
                 x: Tensor = leaves[i]
                 parts, old = (self._apart(i, new), self._apart(i, x)), x.detach()
-                x.set_(new)
-                new.set_(old)
+                x.set_(new)  # pyright: ignore[reportArgumentType]
+                new.set_(old)  # pyright: ignore[reportArgumentType]
                 if i in self._sizes:
                     self._parts[x], self._parts[new] = parts
         self._spares.append(spare)
