@@ -76,7 +76,7 @@ def compressed_tracking(
         x = kit.each(lambda x, pull, u: (x + factor * pull + u).to(x.dtype), x, pull_x, u)
         return kit.State(x, local, Memory(v, m_new, h, pull_x, s, pull_v)), g.metrics
 
-    return worker.algorithm(step, start)
+    return worker.algorithm(step, start, whole_buckets=True)
 
 
 @kit.algorithm

@@ -92,4 +92,4 @@ def choco_sgd(
         x = kit.each(lambda x, pull: (x + factor * pull).to(x.dtype), x_half, pull)
         return kit.State(x, local, Memory(x_hat, pull)), g.metrics
 
-    return worker.algorithm(step, start)
+    return worker.algorithm(step, start, whole_buckets=True)

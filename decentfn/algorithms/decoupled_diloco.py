@@ -181,4 +181,6 @@ def decoupled_diloco(
         memory = Memory(kit.where(mask, phi_new, phi), kit.where(mask, b_new, b), tokens, steps, error)
         return kit.State(kit.where(mine, phi_new, theta), local, memory), g.metrics
 
-    return worker.algorithm(step, start, topology=worker.everyone, schedules=schedules, must_equal=("params",))
+    return worker.algorithm(
+        step, start, topology=worker.everyone, schedules=schedules, must_equal=("params",), whole_buckets=True
+    )

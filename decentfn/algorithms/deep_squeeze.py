@@ -80,4 +80,4 @@ def deep_squeeze(
         x = kit.repaired(c.posted, x, pull)  # a bad worker sent zeros, so the pull is the mix
         return kit.State(x, local, Memory(error)), g.metrics
 
-    return worker.algorithm(step, start)
+    return worker.algorithm(step, start, whole_buckets=True)

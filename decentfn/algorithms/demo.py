@@ -87,4 +87,4 @@ def demo(
         u, local = worker.update(direction, g._replace(good=None, used=None), local, theta)
         return kit.State(kit.add(theta, u), local, Memory(delta)), g.metrics
 
-    return worker.algorithm(step, Memory.restart, topology=worker.everyone, must_equal=("params",))
+    return worker.algorithm(step, Memory.restart, topology=worker.everyone, must_equal=("params",), whole_buckets=True)

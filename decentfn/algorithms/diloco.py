@@ -147,5 +147,6 @@ def diloco(
         topology=worker.everyone,
         schedules=(schedule,),
         must_equal=must_equal,
+        whole_buckets=feedback is not None or fraction > 0,
         outer_optimizers=() if outer_optimizer is None else (outer_optimizer,),
     )

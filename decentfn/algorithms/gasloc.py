@@ -118,4 +118,4 @@ def gasloc(
         return Memory(kit.copy_wide(x), kit.copy_wide(x), no_error(feedback, "gasloc", x))
 
     step = local_steps(worker, schedule, outer, own_steps=steps if min(steps) < max(steps) else ())
-    return worker.algorithm(step, start, schedules=(schedule,))
+    return worker.algorithm(step, start, schedules=(schedule,), whole_buckets=feedback is not None)

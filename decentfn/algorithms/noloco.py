@@ -99,4 +99,4 @@ def noloco(
         return Memory(kit.copy_wide(x), kit.zeros_like(x), no_error(feedback, "noloco", x))
 
     step = local_steps(worker, schedule, outer)
-    return worker.algorithm(step, start, schedules=(schedule,))
+    return worker.algorithm(step, start, schedules=(schedule,), whole_buckets=feedback is not None)

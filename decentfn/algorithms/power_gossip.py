@@ -86,7 +86,7 @@ def power_gossip(
         u, local = worker.update(g.grads, g, local, x)
         return kit.State(kit.add(mixed, u), local, Memory(directions)), g.metrics
 
-    return worker.algorithm(step, lambda x: Memory(gossip.first(x)))
+    return worker.algorithm(step, lambda x: Memory(gossip.first(x)), whole_buckets=True)
 
 
 def _undirected(topology: kit.Topology) -> kit.Topology:

@@ -106,4 +106,10 @@ def slowmo(
     def start(x: kit.Buckets) -> Memory:
         return Memory(kit.copy_wide(x), kit.zeros_like(x), None if feedback is None else kit.zeros_like(x))
 
-    return worker.algorithm(step, start, schedules=(outer,), must_equal=() if feedback is None else ("params",))
+    return worker.algorithm(
+        step,
+        start,
+        schedules=(outer,),
+        must_equal=() if feedback is None else ("params",),
+        whole_buckets=feedback is not None,
+    )

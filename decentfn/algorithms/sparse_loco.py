@@ -91,4 +91,5 @@ def sparse_loco(
         topology=worker.everyone,
         schedules=(schedule,),
         must_equal=("params",),
+        whole_buckets=True,
     )

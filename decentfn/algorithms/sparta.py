@@ -57,7 +57,7 @@ def sparta(
         x = mix_some(worker, kit.add(state.params, u), t, fraction, seed)
         return kit.State(x, local), g.metrics
 
-    return worker.algorithm(step)
+    return worker.algorithm(step, whole_buckets=True)
 
 
 def mix_some(

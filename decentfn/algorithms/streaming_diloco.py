@@ -153,4 +153,6 @@ def streaming_diloco(
         return kit.State(kit.where(mask, theta_new, theta), local, memory), g.metrics
 
     schedules = (*launches, *arrivals)
-    return worker.algorithm(step, start, topology=worker.everyone, schedules=schedules, must_equal=must_equal)
+    return worker.algorithm(
+        step, start, topology=worker.everyone, schedules=schedules, must_equal=must_equal, whole_buckets=True
+    )

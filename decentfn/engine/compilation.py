@@ -22,8 +22,10 @@ from decentfn.engine import cache as compile_cache
 from decentfn.engine.advice import explain
 from decentfn.engine.cuda_graphs import MODE, cuda_recorder, on_device, replayed, require_replayable
 from decentfn.engine.donation import require_distinct, require_layout
+from decentfn.engine.layout import Layout
 from decentfn.engine.memory import give_back_freed_memory, keep_freed_memory
 from decentfn.gradient import lock_of
+from decentfn.kit.state_check import is_state
 from decentfn.kit.step import Step
 from decentfn.torch_private import inductor
 from decentfn.torch_private.dynamo import guard_everything, prepare
@@ -104,7 +106,7 @@ def compile(
         kwargs["options"] = inductor.compile_options() | options
     given: dict[str, Any] = kwargs if mode is None else kwargs | {"backend": on_device(progress.inductor)}
     lock = lock_of(step.loss_fn)
-    graphs: list[tuple[Any, list[Callable[..., Any]]]] = []
+    graphs: list[tuple[Any, list[Callable[..., Any]], Layout | None]] = []
     has_failed: list[bool] = []
 
     def run(state: Any, batch: PyTree, t: Tensor) -> tuple[Any, Any]:
@@ -112,25 +114,29 @@ def compile(
         here = context.step_world or collectives.world()
         # A graph depends on these, and Dynamo does not see them.
         form = here.identity.size_at_start, here.identity.processes_per_worker, structure
-        pair = None
-        for known, its_graphs in graphs:
+        pair = layout = None
+        for known, its_graphs, its_layout in graphs:
             if known == form:
-                pair = its_graphs
+                pair, layout = its_graphs, its_layout
         if is_new := pair is None:
             if donate:
                 require_distinct("compile", state)
-            pair = [torch.compile(function, **given) for function in _on_leaves(step, state, donate)]
+                if mode is None and _is_simulated_here(step, state):
+                    layout = Layout(state, step.by_leaf and not (step.own_steps or step.is_by_autograd))
+            functions = _on_leaves(step, state if layout is None else layout.template, donate)
+            pair = [torch.compile(function, **given) for function in functions]
             progress.begin()
+        places, spare = (leaves, {}) if layout is None else layout.take(leaves)
         # torch.compile drops writes to a 0-d float64 input, so such a leaf is passed as [its view of shape [1]].
-        for i, x in enumerate(leaves):
+        for i, x in enumerate(places):
             if isinstance(x, Tensor) and x.dim() == 0 and x.dtype == torch.float64:
-                leaves[i] = [x.view(1)]
+                places[i] = [x.view(1)]
         if not step.is_by_autograd and type(batch) is not Tensor:
             batch = trees.map(trees.unclassed, trees.plain(batch))
         guard_everything()
         try:
             with lock:
-                result = pair[bool(context.resting)](leaves, batch, t)
+                result = pair[bool(context.resting)](places, batch, t)
         except Exception as error:
             progress.end(done=False)
             if not explain(step, error, state, batch, _GRAPHS, is_first=not has_failed):
@@ -139,10 +145,15 @@ def compile(
             return run(state, batch, t)
         if is_new:
             give_back_freed_memory()
-            graphs.append((form, pair))
+            graphs.append((form, pair, layout))
         if progress.since is not None:
             progress.end()
-        return (state, result) if donate else result
+        if not donate:
+            return result
+        metrics, is_new = result
+        if layout is not None:
+            layout.put(leaves, spare, is_new)
+        return state, metrics
 
     run_or_replay = run if mode is None else replayed(run, cuda_recorder)
     made = step.transformed("donate") if donate else step
@@ -187,7 +198,8 @@ class _Progress:
 def _on_leaves(step: Step, state: Any, donate: bool) -> list[FunctionType]:
     """Return the step as a function of the state's leaves, so that each call guards a plain list of tensors.
 
-    Twice: for steps with a round, and for steps without one (`kit.rests`).
+    Twice: for steps with a round, and for steps without one (`kit.rests`). A leaf with a spare, a tuple, is not written
+    over: donated, the function returns the metrics, and True if all such leaves are new, in their spares.
     """
     one, template, nodes = step.run, trees.enumerate_leaves(state), trees.nodes(state)
 
@@ -203,10 +215,12 @@ def _on_leaves(step: Step, state: Any, donate: bool) -> list[FunctionType]:
         metrics = trees.map(torch.clone, metrics)
         # A new leaf may be another old one, or a view of it; all are read before the first is written.
         new_leaves = [new if new is old else torch.clone(new) for old, new in zip(leaves, new_leaves, strict=True)]
-        for before, leaf, place in zip(leaves, new_leaves, given, strict=True):
-            if leaf is not before:
-                (place[0] if isinstance(place, list) else place).copy_(leaf)
-        return metrics
+        are_new = [leaf is not before for before, leaf in zip(leaves, new_leaves, strict=True)]
+        moves = any(is_new and isinstance(place, tuple) for is_new, place in zip(are_new, given, strict=True))
+        for is_new, leaf, place in zip(are_new, new_leaves, given, strict=True):
+            if moves if isinstance(place, tuple) else is_new:
+                (place if isinstance(place, Tensor) else place[-1]).copy_(leaf)
+        return metrics, moves
 
     run = donated if donate else pure
     # Dynamo counts recompilations and remembers changing sizes by code and name; they must differ between steps.
@@ -216,4 +230,12 @@ def _on_leaves(step: Step, state: Any, donate: bool) -> list[FunctionType]:
 
 
 def _as_it_was(place: Any) -> Tensor:
+    if isinstance(place, tuple):
+        return place[0]
     return place[0].view(()) if isinstance(place, list) else place
+
+
+def _is_simulated_here(step: Step, state: Any) -> bool:
+    """Return True if all workers of a simulated step are in this process, on the CPU."""
+    is_here = step.had("simulate") is not None and collectives.world().size == 1 and is_state(state)
+    return is_here and all(x.device.type == "cpu" for x in state.params)

@@ -77,6 +77,8 @@ class Step:
     """True if all workers must start with the same parameters."""
     pushes_sum: bool = False
     """True if it corrects column-stochastic mixing by push-sum's weight."""
+    by_leaf: bool = False
+    """True if the leaves of a bucket can be computed apart from each other."""
     own_steps: bool = False
     """True if each worker takes its own steps, and `t` is not the same on all."""
     arrivals: Replay | None = field(default=None, repr=False)

@@ -105,6 +105,7 @@ class Worker:
         outer_optimizers: Sequence[Any] = (),
         push_sum: bool = False,
         own_steps: bool = False,
+        whole_buckets: bool = False,
         schedules: Sequence[Topology] | None = None,
     ) -> Algorithm:
         """Combine an `init` with this step.
@@ -118,6 +119,7 @@ class Worker:
             outer_optimizers: further pairs `(init, update)` that take buckets of the parameters.
             push_sum: True if the step mixes with push-sum's weight, so that column-stochastic graphs are right for it.
             own_steps: True if each worker takes its own steps, and nobody waits.
+            whole_buckets: True if the step takes a bucket for one vector: it compresses it, or sends some of its places.
             schedules: those of which `kit.rests` may be True: of the outer steps. None: `topology`.
         """
         starts_equal, topology = "params" in must_equal, topology or self.topology
@@ -153,6 +155,9 @@ class Worker:
                 Step.of(with_rate),
                 starts_equal=starts_equal,
                 pushes_sum=push_sum,
+                by_leaf=self._is_own
+                and not whole_buckets
+                and all(_is_own(x) for x in (self.optimizer, *outer_optimizers)),
                 own_steps=own_steps,
                 start=start,
                 schedules=() if self.wants_mix else known,
@@ -240,7 +245,7 @@ class Worker:
     def _overwriting(self, g: Gradient) -> Iterator[None]:
         """Context of an optimizer that may write over its old state, if nothing reads that afterwards."""
         is_read = g.good is not None or g.used is not None or context.guarded
-        if self._is_own and getattr(self.optimizer, "is_own", False) and not is_read:
+        if self._is_own and _is_own(self.optimizer) and not is_read:
             context.overwriting = context.donating
         try:
             yield
@@ -315,6 +320,10 @@ class Worker:
         mean = gossip.mean(loose([own.reshape(1)]), everyone, t)[0][0]
         share = torch.where(mean != 0, own / mean, torch.zeros_like(mean))
         return with_own(scale(x, share), scale(x, share != 0))
+
+
+def _is_own(optimizer: Any) -> bool:
+    return getattr(optimizer, "is_own", False)
 
 
 def _after(batch: PyTree, posted: Posted | Sequence[Posted]) -> PyTree:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from math import prod
 from numbers import Real
 from operator import attrgetter
@@ -25,6 +26,9 @@ from decentfn.torch_private.dynamo import constant_while_traced
 Mask = Callable[[str, tuple[int, ...]], bool]
 """A choice of leaves: `(dotted name, shape) -> bool`."""
 
+
+_LARGE = 16
+"""A leaf of its bucket's size divided by this, or more, is computed apart in a simulation (`BucketPlan.apart`)."""
 
 _OWN_BUCKET = 8
 """A leaf larger than a bucket's limit divided by this has a bucket of its own."""
@@ -94,6 +98,19 @@ class BucketPlan:
     def nbytes(self) -> int:
         """Size of the bucket in bytes."""
         return self.numel * self.dtype.itemsize
+
+    def apart(self) -> list[BucketPlan]:
+        """Return buckets of one large leaf each, a sixteenth of this one or more, and of the leaves between two of them."""
+
+        def is_large(segment: Segment) -> int:
+            return segment.start if 0 < self.numel <= _LARGE * segment.numel else -1
+
+        parts = []
+        for _, group in groupby(self.segments, is_large):
+            own = tuple(group)
+            moved = tuple(replace(segment, start=segment.start - own[0].start) for segment in own)
+            parts.append(replace(self, segments=moved, numel=sum(segment.numel for segment in own)))
+        return parts
 
 
 @dataclass(frozen=True)
