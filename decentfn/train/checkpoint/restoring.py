@@ -35,6 +35,7 @@ from decentfn.train.checkpoint.layout import (
     places_in,
 )
 from decentfn.train.consensus import is_stacked
+from decentfn.train.own_steps import memory_of
 from decentfn.train.resizing import resized, stacked
 from decentfn.train.together import on_first, one_path, together
 
@@ -85,8 +86,10 @@ def restore(source: str | Path, state: Any) -> Restored:
                 raise
             skipped[found] = error  # damaged, or removed by the run that writes here
             continue
-        files.own.add(Path(found).resolve().parent)
         restored, drawing, saved_workers = read[0]
+        files.own[Path(found).resolve().parent] = restored.step
+        if restored.step and memory_of(restored.state) is None:  # workers on their own clocks have their own t
+            restored.state.params.taken_at = restored.step - 1
         _tell(found, state, saved_workers, skipped)
         _tell_rate(state, restored.state)
         extras.set_generators(drawing, state.params[0].device)
