@@ -9,6 +9,7 @@ from decentfn.gradient.evaluation import (
     lock_of,
     require_batch,
     require_inputs,
+    tell_of_batch,
     within_worker_of,
 )
 from decentfn.gradient.loss import LossFn, constants, require_loss
