@@ -208,13 +208,19 @@ def test_a_batch_taken_for_micro_batches_is_named_where_the_loss_fails_on_one(tr
     init, step = df.all_reduce(df.accumulate(loss_fn), df.sgd(0.1), df.topology("complete", 2 if simulated else 1))
     state, batch = init(torch.ones(5, 2)), {name: torch.ones(4, 3, dtype=torch.int64) for name in ("tokens", "labels")}
     if simulated:
-        state, step, batch = df.stack(state, 2), df.simulate(step, 2), {n: x.expand(2, -1, -1) for n, x in batch.items()}
+        state, step, batch = (
+            df.stack(state, 2),
+            df.simulate(step, 2),
+            {n: x.expand(2, -1, -1) for n, x in batch.items()},
+        )
     step = TRANSFORMS[transform](step)
     with pytest.raises(Exception, match="not enough values to unpack|expected 2") as error:  # noqa: B017
         step(state, batch, 0)
     lead = r"\[2, 4, 3\]" if simulated else r"\[4, 3\]"
     assert any(
-        re.search(rf"step\(state, batch, t\): df.accumulate .*leaves are \[{lead}, .*\[M, b, .*\[batch\].*unflatten", note)
+        re.search(
+            rf"step\(state, batch, t\): df.accumulate .*leaves are \[{lead}, .*\[M, b, .*\[batch\].*unflatten", note
+        )
         for note in error.value.__notes__
     )
     step(state, [batch], 0)  # as it says
