@@ -9,6 +9,7 @@ from decentfn.gradient.evaluation import (
     require_batch,
     require_inputs,
     require_module_unchanged,
+    tell_of_batch,
 )
 from decentfn.gradient.loss import LossFn, constants, require_loss
 from decentfn.gradient.module import functional

@@ -69,20 +69,20 @@ def accumulate(loss_fn: LossFn) -> LossFn:
 
 def separate(batch: PyTree) -> list[PyTree]:
     """Return the micro-batches of a batch; those of a list may differ in their shapes."""
-    if (micros := _listed(batch)) is not None:
-        return micros
+    if is_list_of_micros(batch):
+        return batch
     stacks, template = trees.leaves(_with_both_axes(batch)), trees.enumerate_leaves(batch)
     # To Dynamo the length of a range is a constant even if M changes during a run, while a size becomes a symbol.
     count = len(range(stacks[0].shape[0]))
     return [trees.fill(template, [x[i] for x in stacks]) for i in range(count)]
 
 
-def _listed(batch: PyTree) -> list[PyTree] | None:
-    """Return a batch that is a list of micro-batches of one structure, else None."""
+def is_list_of_micros(batch: PyTree) -> bool:
+    """Return True for a list of micro-batches of one structure."""
     if type(batch) is not list or not trees.leaves(batch) or any(isinstance(item, torch.Tensor) for item in batch):
-        return None
+        return False
     first = trees.enumerate_leaves(batch[0])
-    return None if any(trees.enumerate_leaves(item) != first for item in batch[1:]) else batch
+    return all(trees.enumerate_leaves(item) == first for item in batch[1:])
 
 
 def _with_both_axes(batch: PyTree) -> PyTree:

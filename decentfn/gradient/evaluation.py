@@ -18,7 +18,8 @@ from decentfn.core.context import context
 from decentfn.core.formatting import brief
 from decentfn.core.stacking import in_chunks, refuse_random
 from decentfn.core.trees import PyTree
-from decentfn.gradient.accumulated import Accumulated, mean_gradient_of, separate
+from decentfn.errors import RunError
+from decentfn.gradient.accumulated import Accumulated, is_list_of_micros, mean_gradient_of, separate
 from decentfn.gradient.by_autograd import ByAutograd, gradient_by_autograd
 from decentfn.gradient.gradient_checks import require_none, ungiven
 from decentfn.gradient.loss import LossFn, in_mode, refuse_numpy, require_unchanged, takes, tell_eval_mode, unwrapped
@@ -88,6 +89,18 @@ def require_batch(loss_fn: LossFn, batch: PyTree) -> None:
         batch = separate(batch)[0]
     if (own := getattr(inner, "require_batch", None)) is not None:
         own(batch)
+
+
+def tell_of_batch(error: Exception, loss_fn: LossFn | None, batch: PyTree) -> None:
+    """Note in an error of a first step how `accumulate` has divided a batch that is no list of micro-batches."""
+    if loss_fn is None or isinstance(error, RunError) or "accumulate(" in str(error):
+        return
+    if Accumulated in unwrapped(loss_fn)[1] and not is_list_of_micros(batch):
+        error.add_note(
+            f"step(state, batch, t): df.accumulate has taken the batch, whose leaves are {[list(x.shape) for x in trees.leaves(batch)]}, "
+            "for M micro-batches of b samples, [M, b, ...] on each worker. One batch is a list of one, [batch]; "
+            "x.unflatten(0, (M, -1)) divides it into M."
+        )
 
 
 def lock_of(loss_fn: LossFn | None) -> AbstractContextManager[Any]:

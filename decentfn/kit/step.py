@@ -20,7 +20,7 @@ from decentfn.core.context import context
 from decentfn.core.formatting import brief
 from decentfn.core.scalars import as_step
 from decentfn.core.trees import PyTree
-from decentfn.gradient import LossFn, is_by_autograd
+from decentfn.gradient import LossFn, is_by_autograd, tell_of_batch
 from decentfn.gradient.side_channel import with_side_channel
 from decentfn.kit.state_check import left_alone, require_result
 from decentfn.timing import Replay
@@ -138,7 +138,11 @@ class Step:
         if self.schedules and not self.had("simulate") and not functorch.has_no_value(state.params.tensors[0]):
             collectives.look_up(state.params.tensors[0], self.schedules[0], t)  # raises if workers are missing
         with nullcontext() if self._donates else left_alone(state):
-            result = self._run(state, batch, t, number)
+            try:
+                result = self._run(state, batch, t, number)
+            except Exception as error:
+                tell_of_batch(error, self.loss_fn, batch)
+                raise
         require_result(state, result)
         return result
 
@@ -181,7 +185,8 @@ class Step:
             raise ValueError(
                 f"step(state, batch, t={t}): the state is the result of step t={last}, so the next step is t={last + 1}. Schedules, "
                 "outer steps and random draws follow t, which counts on over all epochs: `for t, batch in "
-                "df.data.epochs(loader, num_epochs): ...`. To repeat a step, pass the state from before it, or a copy; init starts a new run."
+                "df.data.epochs(loader, num_epochs): ...`, after a restart with start=, the step that df.checkpoint.restore "
+                "returned. To repeat a step, pass the state from before it, or a copy; init starts a new run."
             )
         if not self._has_warned:
             self._has_warned.append(True)

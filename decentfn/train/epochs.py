@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from inspect import isgeneratorfunction
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -37,10 +39,13 @@ class Epochs(Iterator[tuple[int, Any]]):
         own = [*generators, *(getattr(part, "generator", None) for part in self._parts)]
         self._generators = list({id(one): one for one in own if isinstance(one, GENERATORS)}.values())
         self._loader, self._num_epochs, self._t = loader, num_epochs, start
-        size = _length(loader)
-        self._epoch = start // size if size else 0
-        self._first = self._epoch * size
+        self._size = _length(loader)
+        self._epoch = start // self._size if self._size else 0
+        self._first = self._epoch * self._size
         """t of the epoch's first batch."""
+        is_generator = isgeneratorfunction(getattr(type(loader), "__iter__", None))
+        self._begins_late = is_generator and getattr(loader, "num_workers", 0) > 0
+        """True if the seeds of the loader's processes, of which each reads alone, are drawn with the first batch (litdata)."""
         self._at_first: Any = None
         """States of the generators before the epoch's first batch, once it has been read."""
         self._resumed: dict[str, Any] = {}
@@ -112,31 +117,48 @@ class Epochs(Iterator[tuple[int, Any]]):
 
     def _read(self) -> Iterator[tuple[int, Any]]:
         state, self._resumed = self._resumed, {}
-        t, start, then = self._first, self._t, None
+        t, start, then, begun = self._first, self._t, None, None
         if state:
             self._draw_from(state["at first"])  # the seeds of a loader's processes are drawn again
             then = state["now"] if start > t else None
             if state["loader"] is not None:
                 self._loader.load_state_dict(state["loader"])
                 t = start
+                if start - self._first == self._size > 0:
+                    # All of an epoch is read: some loaders yield nothing now, and others (litdata) begin the next one.
+                    self._epoch, self._first, then = self._epoch + 1, start, None
+                    self._draw_from(state["now"])
+                    if self._epoch < self._num_epochs:
+                        self._set_epoch(self._epoch)
+                        rest = iter(self._loader)
+                        if (batch := next(rest, _END)) is not _END:
+                            begun = chain([batch], rest)
+                        else:
+                            self._draw_from(state["now"])
         for epoch in range(self._epoch, self._num_epochs):
-            for part in self._parts:
-                if hasattr(part, "set_epoch"):
-                    part.set_epoch(epoch)
-            self._epoch, self._at_first = epoch, self._drawn()
-            batches = iter(self._loader)
+            if begun is None:
+                self._set_epoch(epoch)
+            self._epoch, self._at_first = epoch, self._drawn() if begun is None else state["now"]
+            batches, begun = begun or iter(self._loader), None
             while True:
-                if then is not None and t == start:
-                    self._draw_from(then)
-                    then = None
+                now, then = (then, None) if t == start else (None, then)
+                if now is not None:
+                    self._draw_from(now)
                 if (batch := next(batches, _END)) is _END:
                     break
+                if now is not None and self._begins_late:
+                    self._draw_from(now)
                 t += 1
                 if t > start:
                     self._t = t
                     yield t - 1, batch
             self._first = t
         self._epoch, self._at_first = self._num_epochs, self._drawn()
+
+    def _set_epoch(self, epoch: int) -> None:
+        for part in self._parts:
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
 
     def _drawn(self) -> dict[str, Any]:
         """Return the states of the global generators and of the loader's own."""

@@ -1,6 +1,7 @@
 """`shared=`: parameters that no message carries, against lone workers and against runs without them."""
 
 import operator
+import re
 
 import pytest
 import torch
@@ -261,6 +262,27 @@ def test_a_module_leaves_its_norms_out_and_exports_its_own():
     assert not torch.allclose(one["1.weight"], other["1.weight"])
     own_and_mean = df.state_dict(module, state, consensus=True)
     assert torch.equal(own_and_mean["1.weight"], one["1.weight"])
+
+
+@pytest.mark.parametrize("format", ["safetensors", "dcp"])
+@pytest.mark.parametrize("is_stacked", [True, False])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_an_export_says_whose_parameters_without_a_mean_it_holds(format, is_stacked, tmp_path, caplog):
+    """Nothing in the file tells worker 0's head from a mean."""
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    params, _, loss_fn = df.functional(module, torch.nn.functional.mse_loss)
+    for shared in (None, "!1.*"):
+        init, _ = df.adapt_then_combine(loss_fn, df.sgd(0.1), df.topology("complete", 2), shared=shared)
+        state, path = df.stack(init(params, {}), 2), tmp_path / f"{shared is None}"
+        if is_stacked:
+            df.checkpoint.export(path, module, state, format=format)
+        else:
+            on_kept_ranks(
+                2, lambda rank, s=state, p=path: df.checkpoint.export(p, module, df.worker(s, rank), format=format)
+            )
+        said = [record.getMessage() for record in caplog.records if record.name == "decentfn"]
+        assert len(said) == (0 if shared is None else 1)
+    assert re.match(r"export: no message carries '1.bias', '1.weight' \(shared=\).* worker 0's.*df.state_dict", said[0])
 
 
 def test_a_tied_leaf_is_left_out_under_any_of_its_names():

@@ -1,5 +1,7 @@
 """Micro-batches: the gradient of k of them is that of one batch k times as large, with k calls of the loss."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -183,6 +185,45 @@ def test_a_batch_without_the_axis_of_micro_batches_is_refused(shapes, autograd, 
         ValueError, match=r"accumulate\(loss_fn\): the batch's leaves are .*\[M, b, \.\.\.\].*unflatten"
     ):
         step(state, batch, 0)
+
+
+def _embedded(params, batch):
+    rows, width = batch["tokens"].shape  # as in transformers, which a row alone does not have
+    return ((params[batch["tokens"]].sum(-1) - batch["labels"]) ** 2).sum() / (rows * width)
+
+
+TRANSFORMS = {
+    "eager": lambda step: step,
+    "donated": df.donate,
+    "compiled": lambda step: df.compile(step, backend="eager"),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("autograd", [False, True])
+@pytest.mark.parametrize("simulated", [False, True])
+def test_a_batch_taken_for_micro_batches_is_named_where_the_loss_fails_on_one(transform, autograd, simulated):
+    """Nothing in the shapes tells `[B, T]` of one batch from `[M, b]`, so the model's error has to say it."""
+    loss_fn = df.autograd(_embedded) if autograd else _embedded
+    init, step = df.all_reduce(df.accumulate(loss_fn), df.sgd(0.1), df.topology("complete", 2 if simulated else 1))
+    state, batch = init(torch.ones(5, 2)), {name: torch.ones(4, 3, dtype=torch.int64) for name in ("tokens", "labels")}
+    if simulated:
+        state, step, batch = (
+            df.stack(state, 2),
+            df.simulate(step, 2),
+            {n: x.expand(2, -1, -1) for n, x in batch.items()},
+        )
+    step = TRANSFORMS[transform](step)
+    with pytest.raises(Exception, match="not enough values to unpack|expected 2") as error:  # noqa: B017
+        step(state, batch, 0)
+    lead = r"\[2, 4, 3\]" if simulated else r"\[4, 3\]"
+    assert any(
+        re.search(
+            rf"step\(state, batch, t\): df.accumulate .*leaves are \[{lead}, .*\[M, b, .*\[batch\].*unflatten", note
+        )
+        for note in error.value.__notes__
+    )
+    step(state, [batch], 0)  # as it says
 
 
 def test_a_list_of_micro_batches_says_where_each_begins_whatever_their_leaves():

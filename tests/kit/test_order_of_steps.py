@@ -2,6 +2,7 @@
 
 import copy
 import io
+import shutil
 import warnings
 
 import pytest
@@ -140,14 +141,65 @@ def test_functions_that_take_turns_continue_one_count():
         steps[0](state, batch, 3)
 
 
-def test_a_restored_run_goes_on_from_any_step(tmp_path):
-    step, state, batch = _simulated(_algorithm())
-    for t in range(6):
-        state, _ = step(state, batch, t)
-        if t == 2:
-            df.checkpoint.save(tmp_path / "run", state, 3)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("mode", ["eager", "guarded", "averaged", "by autograd"])
+def test_a_restored_run_that_starts_t_again_is_refused(mode, transform, tmp_path):
+    """In a new process, too: the checkpoint has the next t, and nothing else is known of its run."""
+    step, state, batch = MODES[mode]()
+    step = TRANSFORMS[transform](step)
+    df.checkpoint.save(tmp_path / "run", state, 5)
     state, start, _, _ = df.checkpoint.restore(tmp_path / "run", state)
-    state, _ = step(state, batch, start)
+    kept = trees.map(torch.clone, state)
+    for t in (0, 4):
+        with pytest.raises(ValueError, match=rf"t={t}\): the state is the result of step t=4, so the next step is t=5"):
+            step(state, batch, t)
+    for was, now in zip(trees.leaves(kept), trees.leaves(state), strict=True):
+        assert torch.equal(was, now)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state, _ = step(state, batch, start)
+        step(state, batch, start + 1)
+
+
+def test_a_restored_run_that_leaves_steps_out_is_told(tmp_path):
+    step, state, batch = _simulated(_algorithm())
+    df.checkpoint.save(tmp_path, state, 5)
+    with pytest.warns(UserWarning, match=r"t=7\) after step t=4: 2 rounds"):
+        step(df.checkpoint.restore(tmp_path, state).state, batch, 7)
+
+
+def test_a_checkpoint_of_a_start_goes_on_from_the_start(tmp_path):
+    step, state, batch = _simulated(_algorithm())
+    df.checkpoint.save(tmp_path, state, 0)
+    step(df.checkpoint.restore(tmp_path, state).state, batch, 0)
+
+
+@pytest.mark.parametrize("saved_by", [N, 2])
+def test_restored_ranks_refuse_an_earlier_t_too(saved_by, tmp_path):
+    """As many as have saved, or others, which start from the mean and count on."""
+    algorithms = {n: df.adapt_while_communicate(_loss, df.sgd(0.1), df.topology("ring", n)) for n in (2, N)}
+    df.checkpoint.save(tmp_path, df.stack(algorithms[saved_by].init({"w": torch.zeros(3)}), saved_by), 5)
+    algorithm = algorithms[N]
+
+    def train(rank):
+        state, start, _, _ = df.checkpoint.restore(tmp_path, algorithm.init({"w": torch.zeros(3)}))
+        with pytest.raises(ValueError, match="the result of step t=4, so the next step is t=5"):
+            algorithm.step(state, torch.ones(2, 3), 0)
+        return float(df.params(algorithm.step(state, torch.ones(2, 3), start)[0])["w"][0])
+
+    assert len(set(df.testing.on_ranks(N, train))) == 1
+
+
+def test_a_resized_run_counts_on():
+    step, state, batch = _simulated(_algorithm())
+    for t in range(3):
+        state, _ = step(state, batch, t)
+    for n in (2, N):
+        smaller = df.adapt_while_communicate(_loss, df.sgd(0.1), df.topology("ring", n))
+        resized = df.resize(state, smaller)
+        with pytest.raises(ValueError, match="the result of step t=2, so the next step is t=3"):
+            df.simulate(smaller.step, n)(resized, batch[:n], 0)
+        df.simulate(smaller.step, n)(resized, batch[:n], 3)
 
 
 def test_a_gap_is_told_once_and_by_both_numbers():
@@ -168,6 +220,36 @@ def test_saves_count_on_over_epochs(tmp_path):
         with pytest.raises(ValueError, match=r"step=2.*last checkpoint is of step 6"):
             saver.save(state, 2)
         saver.save(state, 7)
+
+
+def test_another_saver_of_a_run_counts_on_too(tmp_path):
+    """`latest` is what was written last, so a step below the one that was restored would be the newest."""
+    _, state, _ = _simulated(_algorithm())
+    df.checkpoint.save(tmp_path / "run", state, 3)
+    df.checkpoint.save(tmp_path / "run", state, 6)
+    with pytest.raises(ValueError, match=r"step=2.*last checkpoint is of step 6"):
+        df.checkpoint.save(tmp_path / "run", state, 2)
+    df.checkpoint.save(tmp_path / "another", state, 2)
+    with df.checkpoint.Saver(tmp_path / "run") as saver:
+        state, start, _, _ = df.checkpoint.restore(df.checkpoint.checkpoints(tmp_path / "run")[0], state)
+        assert start == 3  # back to an earlier one, the run goes on from there
+        with pytest.raises(ValueError, match=r"step=2.*last checkpoint is of step 3"):
+            saver.save(trees.map(torch.clone, state), 2)
+        saver.save(state, 3)
+    shutil.rmtree(tmp_path / "run")
+    df.checkpoint.save(tmp_path / "run", trees.map(torch.clone, state), 0)  # another run
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_checkpoint_is_of_the_step_after_the_last(transform, tmp_path):
+    step, state, batch = _simulated(_algorithm())
+    step = TRANSFORMS[transform](step)
+    for t in range(3):
+        state, _ = step(state, batch, t)
+    for wrong in (1, 2, 30):
+        with pytest.raises(ValueError, match=rf"save\(step={wrong}\): .*result of step t=2.*pass t \+ 1"):
+            df.checkpoint.save(tmp_path, state, wrong)
+    df.checkpoint.save(tmp_path, state, 3)
 
 
 @pytest.mark.parametrize("transform", [df.donate, lambda step: df.compile(step, backend="eager")])

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import random
 import signal
+from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ def loader_of(kind: str, rank: int, folder: Path) -> Any:
     if kind == "torch, iterable":
         return DataLoader(Stream(rank, True), BATCH, num_workers=PROCESSES)
     if kind == "litdata":
-        return _litdata(rank, folder)
+        return _litdata(folder)
     loader = importlib.import_module("torchdata.stateful_dataloader").StatefulDataLoader
     if kind == "torchdata, map":
         rows = [Rows(False)[i] for i in range(rank, ROWS, 2)]
@@ -86,24 +87,27 @@ def loader_of(kind: str, rank: int, folder: Path) -> Any:
         return loader(Rows(False), BATCH, sampler=sampler, num_workers=PROCESSES)
     if kind == "torchdata, iterable":
         return loader(Stream(rank, False), BATCH, num_workers=PROCESSES)
-    made = importlib.import_module("datasets").Dataset.from_dict({"x": torch.stack([*Rows(False)]).tolist()})
+    made = importlib.import_module("datasets").Dataset.from_dict({"x": [Rows(False)[i].tolist() for i in range(ROWS)]})
     split = importlib.import_module("datasets.distributed").split_dataset_by_node
-    stream = split(made.to_iterable_dataset(num_shards=4).shuffle(seed=1, buffer_size=1), rank=rank, world_size=2)
+    # A stream's own `shuffle` does not take its state back in a loader's processes (datasets 5.2: IndexError).
+    stream = split(made.shuffle(seed=1).to_iterable_dataset(num_shards=4), rank=rank, world_size=2)
     return loader(stream.with_format("torch"), BATCH, num_workers=PROCESSES)
 
 
-def _litdata(rank: int, folder: Path) -> Any:
-    lit, chunks = importlib.import_module("litdata"), str(folder / f"chunks-{rank}")
-    if not Path(chunks).exists():
-        writer = importlib.import_module("litdata.streaming.writer").BinaryWriter(chunks, chunk_size=6)
-        for i in range(rank, ROWS, 2):
-            writer[i // 2] = {"x": Rows(False)[i]}
-        writer.done()
-        writer.merge(1)
-    for name in ("WORLD_SIZE", "RANK"):  # each rank has chunks of its own
-        os.environ.pop(name)
-    data = lit.StreamingDataset(chunks, shuffle=True, seed=2)
+def _litdata(folder: Path) -> Any:
+    """litdata divides the chunks over the ranks of the process group and their processes."""
+    lit = importlib.import_module("litdata")
+    data = lit.StreamingDataset(str(folder / "chunks"), shuffle=True, seed=2)
     return lit.StreamingDataLoader(data, batch_size=BATCH, num_workers=PROCESSES)
+
+
+def _write_chunks(folder: Path) -> None:
+    """Outside the process group, where litdata's writer waits for the parts of all ranks."""
+    writer = importlib.import_module("litdata.streaming.writer").BinaryWriter(str(folder / "chunks"), chunk_size=6)
+    for i in range(ROWS):
+        writer[i] = {"x": Rows(False)[i]}
+    writer.done()
+    writer.merge(1)
 
 
 def train(rank: int, port: int, folder: Path, kind: str, deaths: list[tuple[int, int]]) -> None:
@@ -111,7 +115,8 @@ def train(rank: int, port: int, folder: Path, kind: str, deaths: list[tuple[int,
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
     os.environ["MASTER_PORT"] = str(port)
     torch.set_num_threads(1)
-    df.init()
+    multiprocessing.set_start_method("fork", force=True)  # loaders' processes end with their rank, not with a server
+    df.init(timeout=timedelta(hours=1))
     torch.manual_seed(0), random.seed(0), np.random.seed(0)
     module = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.2), nn.Linear(4, 1))
     params, buffers, loss_fn = df.functional(module, forward=lambda module, x: module(x / ROWS).square().mean())
@@ -139,9 +144,11 @@ def train(rank: int, port: int, folder: Path, kind: str, deaths: list[tuple[int,
 def run(folder: Path, kind: str, deaths: list[tuple[int, int]]) -> list[list[Any]]:
     """Start both ranks until they end; return each one's lines, and its parameters as the last."""
     folder.mkdir()
+    if kind == "litdata":
+        _write_chunks(folder)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["decentfn"])
-    for _ in range(len(deaths) + 1):
+    context.set_forkserver_preload(["decentfn", "torchdata.stateful_dataloader", "datasets", "litdata"])  # if installed
+    for attempt in range(len(deaths) + 1):
         port = free_port()
         ranks = [context.Process(target=train, args=(rank, port, folder, kind, deaths)) for rank in range(2)]
         for process in ranks:
@@ -150,8 +157,11 @@ def run(folder: Path, kind: str, deaths: list[tuple[int, int]]) -> list[list[Any
             wait([process.sentinel for process in ranks if process.is_alive()])
             for process in ranks:
                 process.join(0)
+        ended = {process.exitcode for process in ranks} - {None, 0}
         for process in ranks:
             process.kill()
             process.join()
+        is_killed = attempt < len(deaths)
+        assert (-signal.SIGKILL in ended) if is_killed else not ended, f"attempt {attempt}: exit codes {ended}"
     lines = [[json.loads(line) for line in (folder / f"{rank}.jsonl").read_text().splitlines()] for rank in range(2)]
     return [[*its, json.loads((folder / f"{rank}.end").read_text())] for rank, its in enumerate(lines)]

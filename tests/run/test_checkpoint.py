@@ -179,7 +179,8 @@ def test_a_saver_keeps_the_newest_and_the_best_and_what_it_was_given_then(tmp_pa
         restored = df.checkpoint.restore(tmp_path / name, state)
         assert restored.step == step and restored.config == {"lr": 0.1}
         assert all(bool((x == step).all()) for x in trees.leaves(restored.state))
-    # The newest is the one saved last, whatever its step.
+    # The newest is the one saved last, whatever its step; a run that goes back restores the one to go on from.
+    df.checkpoint.restore(tmp_path / names[0], state)
     df.checkpoint.save(tmp_path, state, 2)
     assert df.checkpoint.latest(tmp_path).name == "checkpoint-000006-step-2"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,35 @@ def test_pytorch_s_distributed_checkpoint_reads_the_mean(trained, tmp_path):
         df.checkpoint.export(tmp_path / "dcp", module, state, format="dcp")
     with pytest.raises(ValueError, match=r"export\(format='pickle'\): \"safetensors\" or \"dcp\""):
         df.checkpoint.export(tmp_path / "other", module, state, format="pickle")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_module_whose_memory_is_freed_is_exported_and_filled_again(tmp_path):
+    """By the two blocks of `docs/gotchas.md#memory`: of tied, frozen and trained parameters."""
+    page = (Path(df.__file__).parents[1] / "docs" / "gotchas.md").read_text().split("## Memory")[1].split("\n## ")[0]
+    free, fill = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    torch.manual_seed(0)
+    module = Tied()
+    next(p for n, p in module.named_parameters() if "bias" in n).requires_grad_(False)
+    params, buffers, loss_fn = df.functional(module, nn.functional.cross_entropy)
+    init, step = df.adapt_then_combine(loss_fn, df.adam(0.1), df.topology("complete", 2))
+    state, step = df.stack(init(params, buffers), 2), df.simulate(step, 2)
+    names = {"params": params, "module": module}
+    exec(free, names)
+    assert not any(p.numel() for p in module.parameters())
+    for t in range(2):
+        state, _ = step(state, (torch.randint(7, (2, 8)), torch.randint(7, (2, 8))), t)
+    expected = df.state_dict(module, state, consensus=True)
+    assert trees.leaves(df.load_state_dict(module, df.worker(state, 0), expected).params)
+    for format in ("safetensors", "dcp"):
+        df.checkpoint.export(tmp_path / format, module, state, format=format)
+    safetensors.torch.load_model(one := Tied(), tmp_path / "safetensors")
+    for found in (one.state_dict(), read(tmp_path / "dcp", Tied()).state_dict()):
+        assert all(torch.equal(x, expected[name]) for name, x in found.items()) and found.keys() == expected.keys()
+    exec(fill, {"torch": torch, "df": df, "state": state, "module": module})
+    found = module.state_dict()
+    assert all(torch.equal(x, expected[name]) for name, x in found.items()) and found.keys() == expected.keys()
+    assert len({id(p) for p in module.parameters()}) == len(list(Tied().parameters()))  # tied as before
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

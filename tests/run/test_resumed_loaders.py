@@ -57,6 +57,42 @@ class Counting:
         self.read = state["read"]
 
 
+class GoingOn(Counting):
+    """Whose state at the end of an epoch is one before the next, and whose order is another in each epoch, as litdata's."""
+
+    def __init__(self):
+        super().__init__()
+        self.epoch, self.is_resumed = 0, False
+
+    def __len__(self):
+        return 5
+
+    def set_epoch(self, epoch):
+        self.seed = epoch
+
+    def __iter__(self):
+        if not self.is_resumed:
+            self.read, self.epoch = 0, self.epoch + 1
+        self.is_resumed, self.seed = False, self.epoch  # its own count
+        while self.read < 5:
+            self.read += 1
+            yield torch.tensor([self.seed, self.read, random.random()])
+
+    def state_dict(self):
+        return {"read": self.read, "epoch": self.epoch}
+
+    def load_state_dict(self, state):
+        self.read, self.epoch, self.is_resumed = state["read"], state["epoch"], 0 < state["read"] < 5
+
+
+class Ending(GoingOn):
+    """Whose state at the end of an epoch yields nothing before the next, as torchdata's."""
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.is_resumed = True
+
+
 class Drawing:
     """Draws from generators that no loader shows."""
 
@@ -86,6 +122,8 @@ LOADERS = {
     "distributed": lambda: DataLoader(Noisy(), 2, sampler=DistributedSampler(Noisy(), 2, 1, seed=3)),
     "a stream": lambda: DataLoader(Stream(), 3),
     "its own state": Counting,
+    "its own state, which goes on": GoingOn,
+    "its own state, which ends": Ending,
     "generators": Drawing,
     "two processes": lambda: DataLoader(Noisy(), 3, shuffle=True, num_workers=2),
     "a stream of two processes": lambda: DataLoader(Stream(), 2, num_workers=2),

@@ -180,8 +180,8 @@ class Buckets:
     """Tree of tensors as flat vectors, `[D]` each (`[N, D]` when stacked), with its plan as static context.
 
     A pytree whose leaves are the bucket tensors: `trees.map` and `vmap` go through it. Parameters that a step returned
-    have the number of that step as `taken_at`, and so has the state of the same run with other parameters or another
-    learning rate; copies have none, and may go on from any step.
+    have the number of that step as `taken_at`, and so has the state of the same run with other parameters, another
+    learning rate or number of workers, or from a checkpoint; copies have none, and may go on from any step.
     """
 
     __slots__ = ("plan", "taken_at", "tensors")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import warnings
@@ -23,6 +24,8 @@ from decentfn.train.checkpoint.layout import DTYPES, encoded
 from decentfn.train.collective_calls import as_path, on_all, on_first
 from decentfn.train.state_dicts import state_dict, state_dict_in_place, without_compiled
 
+_log = logging.getLogger("decentfn")
+
 
 @collectives.calling("df.checkpoint.export(path, module, state)", of_state=True)
 def export(path: str | Path, module: nn.Module, state: State, *, format: str = "safetensors") -> None:
@@ -30,7 +33,8 @@ def export(path: str | Path, module: nn.Module, state: State, *, format: str = "
 
     As by safetensors' `save_model`, a tied tensor has one name in the file, so `load_model(module, path)` reads it, and
     `import_(path)` gives all names, for a strict `module.load_state_dict`. Names are those of a module that is not
-    compiled. Process 0 writes the file and then replaces an older one of that name.
+    compiled. Process 0 writes the file and then replaces an older one of that name. Parameters that are not shared have no
+    mean: worker 0's are written, and the log names them at WARNING.
 
     Args:
         path: path of the file; of a new directory for "dcp".
@@ -48,13 +52,21 @@ def export(path: str | Path, module: nn.Module, state: State, *, format: str = "
     if not isinstance(module, nn.Module):
         raise ValueError(f"export(module={brief(module)}): expected the nn.Module of df.functional.")
     require(format in ("safetensors", "dcp"), "export", '"safetensors" or "dcp".', format=format)
+    own = sorted(s.name for b in state.params.plan.buckets if not b.is_shared for s in b.segments)
+    if own and collectives.all_processes().rank == 0:
+        _log.warning(
+            "export: no message carries %s (shared=), so they have no mean, and %s has worker 0's; those of each worker are in "
+            "df.state_dict(module, state), df.worker(state, i) of a stacked one",
+            brief(own).strip("[]"),
+            path,
+        )
     if format == "safetensors":
         on_first("export", _write, path, state_dict(module, state, consensus=True), module.state_dict(keep_vars=True))
         return
-    named, own = state_dict_in_place(module, state), module.state_dict(keep_vars=True)
+    named, its = state_dict_in_place(module, state), module.state_dict(keep_vars=True)
     temporary = Path(on_first("export", _begin_directory, path))
     try:
-        on_all("export", _write_shards, temporary, named, own)
+        on_all("export", _write_shards, temporary, named, its)
         on_first("export", files.publish, temporary, path)
     finally:
         if collectives.all_processes().rank == 0:
@@ -96,7 +108,7 @@ def _require_tensors(path: Path, named: dict[str, Any], own: dict[str, Any]) -> 
                 f"export({str(path)!r}): {name!r} is {getattr(x, 'dtype', type(x).__name__)}, which safetensors files "
                 "do not hold; store df.state_dict(module, state, consensus=True) in a way of your own."
             )
-        if x.shape != own[name].shape:
+        if own[name].numel() and x.shape != own[name].shape:  # else its memory is freed
             raise ValueError(
                 f"export(path, module, state): {name!r} is {list(x.shape)} in the state and {list(own[name].shape)} in "
                 "the module; give the module of df.functional."

@@ -14,8 +14,8 @@ _SLICE = 2**20
 
 _REMOVED = ".removed-"
 
-own: set[Path] = set()
-"""Directories, resolved, of the runs that this process has restored from or saved to."""
+own: dict[Path, int] = {}
+"""Step last restored or saved by this process, by the run's directory, resolved."""
 
 
 def write(path: Path, content: Iterable[memoryview | bytes]) -> tuple[int, str]:

@@ -36,6 +36,7 @@ from decentfn.train.checkpoint.layout import (
 )
 from decentfn.train.collective_calls import on_all, on_first, one_path
 from decentfn.train.consensus import is_stacked
+from decentfn.train.own_steps import memory_of
 from decentfn.train.resizing import resized, stacked
 
 _log = logging.getLogger("decentfn")
@@ -85,8 +86,11 @@ def restore(source: str | Path, state: Any) -> Restored:
                 raise
             skipped[found] = error  # damaged, or removed by the run that writes here
             continue
-        files.own |= {Path(found).parent.resolve(), Path(found).resolve().parent}  # differ if one is a link
         restored, drawing, saved_workers = read[0]
+        for directory in (Path(found).parent.resolve(), Path(found).resolve().parent):  # they differ if one is a link
+            files.own[directory] = restored.step
+        if restored.step and memory_of(restored.state) is None:  # workers on their own clocks have their own t
+            restored.state.params.taken_at = restored.step - 1
         _tell(found, state, saved_workers, skipped)
         _tell_rate(state, restored.state)
         extras.set_generators(drawing, state.params[0].device)

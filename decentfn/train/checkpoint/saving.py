@@ -38,6 +38,7 @@ from decentfn.train.checkpoint.layout import (
     place,
 )
 from decentfn.train.collective_calls import make_directory, on_all, on_first, one_path
+from decentfn.train.own_steps import memory_of
 
 _log = logging.getLogger("decentfn")
 
@@ -111,10 +112,6 @@ class Saver:
         self._connect()
         self._thread = ThreadPoolExecutor(1, "decentfn checkpoint")
         self._writing: Future[Path] | None = None
-        self._started = 0
-        """Checkpoints whose writing has begun."""
-        self._last = 0
-        """Step of the newest of them."""
         self._is_closed = False
 
     def _connect(self) -> None:
@@ -124,6 +121,8 @@ class Saver:
         if awaited_run(here) is None:
             with collectives.use(self._world):  # connects it, so that `hang_up` ends what waits
                 self._found = on_first("Saver", self._claim)
+            if not self._found:  # also if what this process has saved there was removed
+                files.own.pop(self.directory.resolve(), None)
 
     def _follow(self) -> None:
         """Reconnect after a loss or a join (`df.survive`); a checkpoint of earlier workers is done by then, or will not be."""
@@ -151,8 +150,9 @@ class Saver:
             score: for `keep` and `best`, lower is better; the mean over the processes counts, NaN does not.
 
         Raises:
-            ValueError: on all processes, a leaf or an argument that cannot be saved; a step before that of the last call;
-                in the first call, the directory holds checkpoints, and no process has restored one of them.
+            ValueError: on all processes, a leaf or an argument that cannot be saved; a step before the one last saved or
+                restored, or not the one after the state's; in the first call, the directory holds checkpoints, and no
+                process has restored one of them.
             OSError, RuntimeError: on all processes, the previous checkpoint was not written; earlier ones are complete.
         """
         if self._is_closed:
@@ -163,8 +163,6 @@ class Saver:
         self.wait()
         content = self._content(state, step, extra, score, copy=True)
         self._writing = self._thread.submit(self._write_apart, content)
-        self._started += 1
-        self._last = content.about["step"]
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk, or raise its error."""
@@ -215,10 +213,10 @@ class Saver:
 
         def make() -> bool:
             made.append(_content_of(state, step, self._config, extra, score, copy, self._frozen))
-            now = made[0].about["step"]
-            rule = f"the last checkpoint is of step {self._last}, and steps count on over all epochs; pass t + 1 (df.data.epochs)."
-            require(now >= self._last, "save", rule, step=now)
-            return self._started > 0 or self.directory.resolve() in files.own
+            now, last = made[0].about["step"], files.own.get(self.directory.resolve())
+            rule = f"the last checkpoint is of step {last}, and steps count on over all epochs; pass t + 1 (df.data.epochs)."
+            require(last is None or now >= last, "save", rule, step=now)
+            return last is not None
 
         if not any(on_all("save", make)) and self._found:
             raise ValueError(
@@ -226,7 +224,7 @@ class Saver:
                 f"{max(self._found)}, and this process neither restored nor saved one of them, so they are another run's; "
                 "restore(directory, state) resumes that run; for a new one take another directory."
             )
-        files.own.add(self.directory.resolve())
+        files.own[self.directory.resolve()] = made[0].about["step"]
         return made[0]
 
     def _write_apart(self, content: _Content) -> Path:
@@ -268,7 +266,10 @@ def _content_of(
         raise ValueError(
             f"save(state, step): the state is {brief(state)}; expected a training state, from init(params)."
         )
-    step = at_least("save", "step", step, 0)
+    step, taken = at_least("save", "step", step, 0), state.params.taken_at
+    if taken is not None and step != taken + 1 and memory_of(state) is None:
+        rule = f"the state is the result of step t={taken}, and a restored run takes this step next; pass t + 1."
+        require(False, "save", rule, step=step)
     here, local = collectives.world(), local_workers(state)
     first, num_workers = here.worker * local, here.num_workers * local
     left_out = {f"{BUFFERS}{name}" for name in frozen}
