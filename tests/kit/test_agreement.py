@@ -46,7 +46,7 @@ def two_values(name, parameter):
         return get_args(hint)[:2]
     if isinstance(default, bool):
         return default, not default
-    return default, default + 1 if isinstance(default, int) else default / 2
+    return default, default + 1 if isinstance(default, int) else default / 2 or 0.5
 
 
 def hyperparameters(name):
