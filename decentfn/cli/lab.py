@@ -119,7 +119,7 @@ def _hosts(n: int, rates: Sequence[float], is_bridged: bool) -> Iterator[list[in
         _call("setns", switch, _NEW_NETWORK)
         lines = ["link add br0 type bridge", "link set br0 up"] if is_bridged else []
         for i, host in enumerate(hosts):
-            peer = f"peer name eth0 address {_address(i)} netns /proc/{os.getpid()}/fd/{host}"
+            peer = f"peer name eth0 address 02:00:00:00:00:{i:02x} netns /proc/{os.getpid()}/fd/{host}"
             lines += [f"link add p{i} type veth {peer}", f"link set p{i} up {'master br0' if is_bridged else ''}"]
         _run("ip -batch -", lines)
         for i, host in enumerate(hosts):
@@ -144,10 +144,6 @@ def _namespace() -> int:
         with suppress(OSError):
             Path("/proc/sys/net", name).write_text(value)
     return os.open("/proc/self/ns/net", os.O_RDONLY)
-
-
-def _address(host: int) -> str:
-    return f"02:00:00:00:00:{host:02x}"
 
 
 def _shape(device: str, mbit: float | None) -> None:

@@ -42,8 +42,7 @@ def measure_links(world: World) -> dict[str, Any]:
         dict, the same on all processes:
         `nodes`: of each its name, ranks, interface, mtu, nominal_mbit (None if it is virtual) and is_bridge;
         `pairs`: of each the ranks `from` and `to`, `between` (False: inside a node), times of an empty message (latency_ms of the
-        fastest tenth, which no busy processor delayed; latency_median_ms, latency_99_ms), and the link's rate, headers of frames
-        included: mbit_one_stream, and mbit, the larger of both;
+        fastest tenth, latency_median_ms, latency_99_ms), and rates, headers of frames included: mbit_one_stream, and mbit, the larger;
         `all_reduce_ms` and `exchange_ms`: 25 MB, on all processes at once, by `backend`.
     """
     groups: list[Any] = [dist.new_group(backend="gloo") for _ in range(_STREAMS)]
@@ -167,8 +166,7 @@ def _hear(group: Any, peer: int) -> Callable[[], float]:
 def _mbit(groups: Sequence[Any], peer: int, seconds: float) -> float:
     """Return the rate in Mbit/s at which messages arrive while as many are sent.
 
-    They grow until they arrive for so long, and larger ones are no faster: their connections are at full speed. (Messages that
-    came while a busy process was away seem to arrive at once.)
+    They grow until they arrive for so long (what came while a busy process was away arrives at once), and larger ones are no faster.
     """
     size, growth, last = 2**14, 2.0, 0.0
     while True:
