@@ -456,7 +456,7 @@ def test_a_checkpoint_moved_to_another_disk_behind_a_link_is_restored_and_its_ru
     moved.parent.mkdir()
     saved.rename(moved)
     saved.symlink_to(moved)
-    monkeypatch.setattr(files, "own", set())  # another process
+    monkeypatch.setattr(files, "own", {})  # another process
     df.checkpoint.restore(run, state)
     assert df.checkpoint.save(run, state, 2).name == "checkpoint-000002-step-2"
 
