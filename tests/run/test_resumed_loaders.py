@@ -200,13 +200,17 @@ def test_a_killed_run_of_two_ranks_with_two_loader_processes_each_ends_as_one_th
     require_undisturbed(kind, [(1, 8)], tmp_path)
 
 
-THEIRS = ["torchdata, map", "torchdata, sampler", "torchdata, iterable", "datasets", "litdata"]
+THEIRS = ["torchdata, map", "torchdata, sampler", "torchdata, iterable", "datasets"]
+LITDATA = pytest.param(
+    "litdata",
+    marks=pytest.mark.xfail(strict=False, reason="litdata 0.2.76's state after a resume names another epoch"),
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["torch, map", "torch, iterable", *THEIRS])
+@pytest.mark.parametrize("kind", ["torch, map", "torch, iterable", *THEIRS, LITDATA])
 def test_five_kills_change_nothing(kind, tmp_path):
-    if kind in THEIRS:
+    if not kind.startswith("torch,"):
         pytest.importorskip(kind.split(",")[0])
     if kind == "datasets":
         pytest.importorskip("torchdata")
