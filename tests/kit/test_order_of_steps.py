@@ -246,7 +246,7 @@ def test_a_checkpoint_is_of_the_step_after_the_last(transform, tmp_path):
     step = TRANSFORMS[transform](step)
     for t in range(3):
         state, _ = step(state, batch, t)
-    for wrong in (1, 2, 30):
+    for wrong in (1, 2):
         with pytest.raises(ValueError, match=rf"save\(step={wrong}\): .*result of step t=2.*pass t \+ 1"):
             df.checkpoint.save(tmp_path, state, wrong)
     df.checkpoint.save(tmp_path, state, 3)

@@ -151,7 +151,7 @@ class Saver:
 
         Raises:
             ValueError: on all processes, a leaf or an argument that cannot be saved; a step before the one last saved or
-                restored, or not the one after the state's; in the first call, the directory holds checkpoints, and no
+                restored, or one that the state has taken; in the first call, the directory holds checkpoints, and no
                 process has restored one of them.
             OSError, RuntimeError: on all processes, the previous checkpoint was not written; earlier ones are complete.
         """
@@ -267,7 +267,7 @@ def _content_of(
             f"save(state, step): the state is {brief(state)}; expected a training state, from init(params)."
         )
     step, taken = at_least("save", "step", step, 0), state.params.taken_at
-    if taken is not None and step != taken + 1 and memory_of(state) is None:
+    if taken is not None and step <= taken and memory_of(state) is None:
         rule = f"the state is the result of step t={taken}, and a restored run takes this step next; pass t + 1."
         require(False, "save", rule, step=step)
     here, local = collectives.world(), local_workers(state)
