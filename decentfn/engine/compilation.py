@@ -60,7 +60,7 @@ def compile(
     them, and a change compiles the step again. A number that changes in every step should therefore be a tensor that is
     filled in place. The logger "decentfn" reports compilations and their times at level DEBUG. With `donate`, the
     kernel that computes the new state writes it over the old one: the state that was passed in *is* the new state, and
-    no second one is allocated.
+    no second one is allocated, but for the parameters of a simulation.
 
     Args:
         step: a step of this library, a simulated step, or any pure function of the same form. `t` may be an int or a
