@@ -136,6 +136,7 @@ BASES = {
             **{getattr(G, name): [N] for name in G.__all__ if is_named(getattr(G, name))},
             G.graph: [N, np.ones((N, N)) - np.eye(N)],
             G.hierarchical: [N, 2],
+            G.sampled: [N, 2],
             G.alternating_exp_ring: [N, 2],
             G.from_permutations: ["m", [[[1], [0]]], [[[0.5, 0.5]] * 2]],
             G.from_matrices: ["m", [[0.5, 0.5], [0.5, 0.5]]],

@@ -35,7 +35,7 @@ def seen_by(evaluate):
 
 
 def restored(state, case):
-    df.checkpoint.save(case.directory, state, 0)
+    df.checkpoint.save(case.directory, state, 9)
     return df.checkpoint.restore(case.directory, state).state
 
 

@@ -160,9 +160,8 @@ def _evaluate(
         with record_function("decentfn::gradient"):
             e = traced(params, buffers, batch, scale)
         loss = functorch.all_rows(e.loss, e.loss)[0] if functorch.is_batched(e.loss) else e.loss
-        is_differentiated = _require_grad((params, buffers)) or _require_grad(batch, functorch.is_wrapped)
-        if loss.requires_grad and not is_differentiated:  # after its gradient
-            require_none(ungiven(loss, ()))
+        if loss.requires_grad and not (_require_grad((params, buffers)) or _require_grad(batch, functorch.is_wrapped)):
+            require_none(ungiven(loss, ()))  # after its gradient
         return e
     except Exception as error:
         refuse_numpy(error)

@@ -64,9 +64,7 @@ def resize(state: State, algorithm: Algorithm) -> State:
     fresh = algorithm.init(first.params.tree(), first.buffers)
     before, after = len(state.params[0]), algorithm.topology.num_workers
     _require_alike(first, fresh, everything=before == after)
-    new = trees.map(torch.clone, state) if before == after else stacked(fresh, lambda: state, range(after))
-    new.params.taken_at = state.params.taken_at  # the run goes on
-    return new
+    return trees.map(torch.clone, state) if before == after else stacked(fresh, lambda: state, range(after))
 
 
 def stacked(fresh: State, rows: Callable[[], State], workers: range) -> State:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 
@@ -132,7 +133,9 @@ def test_a_killed_lab_leaves_nothing_after_the_next_start():
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_a_lab_that_is_told_to_end_ends_its_ranks_at_once(sent):
     token, program = os.urandom(8).hex(), ["sh", "-c", "echo up; sleep 600; true"]
-    lab = start("-n", "2", program=program, env=os.environ | {"OF_THIS_TEST": token}, stderr=subprocess.DEVNULL)
+    heard = partial(signal.signal, sent, signal.SIG_DFL)  # a job in the background ignores SIGINT
+    env = os.environ | {"OF_THIS_TEST": token}
+    lab = start("-n", "2", program=program, env=env, stderr=subprocess.DEVNULL, preexec_fn=heard)
     assert lab.stdout and [lab.stdout.readline() for _ in range(2)] == ["up\n"] * 2
     lab.send_signal(sent)
     status = lab.wait(300)

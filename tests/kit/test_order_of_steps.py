@@ -190,18 +190,6 @@ def test_restored_ranks_refuse_an_earlier_t_too(saved_by, tmp_path):
     assert len(set(df.testing.on_ranks(N, train))) == 1
 
 
-def test_a_resized_run_counts_on():
-    step, state, batch = _simulated(_algorithm())
-    for t in range(3):
-        state, _ = step(state, batch, t)
-    for n in (2, N):
-        smaller = df.adapt_while_communicate(_loss, df.sgd(0.1), df.topology("ring", n))
-        resized = df.resize(state, smaller)
-        with pytest.raises(ValueError, match="the result of step t=2, so the next step is t=3"):
-            df.simulate(smaller.step, n)(resized, batch[:n], 0)
-        df.simulate(smaller.step, n)(resized, batch[:n], 3)
-
-
 def test_a_gap_is_told_once_and_by_both_numbers():
     step, state, batch = _simulated(_algorithm())
     with pytest.warns(UserWarning, match=r"t=3\) after step t=1: 1 rounds"):
@@ -247,8 +235,8 @@ def test_a_checkpoint_is_of_the_step_after_the_last(transform, tmp_path):
     for t in range(3):
         state, _ = step(state, batch, t)
     for wrong in (1, 2):
-        with pytest.raises(ValueError, match=rf"save\(step={wrong}\): .*result of step t=2.*pass t \+ 1"):
-            df.checkpoint.save(tmp_path, state, wrong)
+        with pytest.warns(UserWarning, match=rf"save\(step={wrong}\): .*result of step t=2.*pass t \+ 1"):
+            df.checkpoint.save(tmp_path / str(wrong), state, wrong)
     df.checkpoint.save(tmp_path, state, 3)
 
 

@@ -181,7 +181,7 @@ class Buckets:
 
     A pytree whose leaves are the bucket tensors: `trees.map` and `vmap` go through it. Parameters that a step returned
     have the number of that step as `taken_at`, and so has the state of the same run with other parameters, another
-    learning rate or number of workers, or from a checkpoint; copies have none, and may go on from any step.
+    learning rate, or from a checkpoint; copies have none, and may go on from any step.
     """
 
     __slots__ = ("plan", "taken_at", "tensors")

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import platform
+import warnings
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -151,7 +152,7 @@ class Saver:
 
         Raises:
             ValueError: on all processes, a leaf or an argument that cannot be saved; a step before the one last saved or
-                restored, or one that the state has taken; in the first call, the directory holds checkpoints, and no
+                restored; in the first call, the directory holds checkpoints, and no
                 process has restored one of them.
             OSError, RuntimeError: on all processes, the previous checkpoint was not written; earlier ones are complete.
         """
@@ -268,8 +269,10 @@ def _content_of(
         )
     step, taken = at_least("save", "step", step, 0), state.params.taken_at
     if taken is not None and step <= taken and memory_of(state) is None:
-        rule = f"the state is the result of step t={taken}, and a restored run takes this step next; pass t + 1."
-        require(False, "save", rule, step=step)
+        warnings.warn(
+            f"save(step={step}): the state is the result of step t={taken}, and a restored run takes step={step} next; pass t + 1",
+            stacklevel=2,
+        )
     here, local = collectives.world(), local_workers(state)
     first, num_workers = here.worker * local, here.num_workers * local
     left_out = {f"{BUFFERS}{name}" for name in frozen}
