@@ -124,3 +124,15 @@ def test_the_generated_code_neither_joins_gradients_nor_copies_new_parameters():
     ]
     assert sizes and max(sizes) == n * params["v"].numel()  # a gradient, as PyTorch computes it
     assert sum(size == max(sizes) for size in sizes) == 1
+
+
+def test_a_step_in_inference_mode_may_come_first():
+    """What it makes for later steps can be written outside that mode."""
+    name = "adapt_while_communicate"
+    (step, state), (_, mine) = made(name), made(name)
+    compiled = df.compile(step, backend="eager")
+    for t in range(4):
+        with torch.inference_mode(t == 0):
+            mine, _ = compiled(mine, batch(name, t), t)
+        state, _ = step(state, batch(name, t), t)
+    assert_close(mine, state)

@@ -55,11 +55,12 @@ class Layout:
 
     def take(self, leaves: Sequence[Any]) -> tuple[list[Any], dict[int, Tensor]]:
         """Return the parts of a state's leaves, those of parameters with those of the spare; and the spare."""
-        spare = self._spares.pop() if self._spares else {i: torch.empty_like(leaves[i]) for i in self._moved}
         given: list[Any] = []
-        for i, x in enumerate(leaves):
-            parts = self._apart(i, x)
-            given += zip(parts, self._apart(i, spare[i]), strict=True) if i in spare else parts
+        with torch.inference_mode(False):  # or later steps outside that mode could not write to what is made here
+            spare = self._spares.pop() if self._spares else {i: torch.empty_like(leaves[i]) for i in self._moved}
+            for i, x in enumerate(leaves):
+                parts = self._apart(i, x)
+                given += zip(parts, self._apart(i, spare[i]), strict=True) if i in spare else parts
         return given, spare
 
     def put(self, leaves: Sequence[Any], spare: dict[int, Tensor], is_new: bool) -> None:
