@@ -70,13 +70,15 @@ def ddp(work: Work, cluster: Cluster) -> Prediction:
     members, local = (count * cluster.processes_per_worker for count in both)
     alone = replace(cluster, num_workers=members, workers_per_node=local, processes_per_worker=1)
     begins, parts = _in_buckets(work)
-    return _predicted("DDP", "all-reduce", work, alone, complete(members), (1.0, 0.0), begins=begins, parts=parts)
+    return _predicted(
+        "DDP", "all-reduce", work, alone, complete(members), gap=1.0, noise_spread=0.0, begins=begins, parts=parts
+    )
 
 
 def hsdp(work: Work, cluster: Cluster) -> Prediction:
     """Parameters sharded in a node: gathered twice and gradients scattered there, and averaged over the nodes."""
     made, (begins, parts) = complete(cluster.num_workers), _in_buckets(work)
-    return _predicted("HSDP", "all-reduce", work, cluster, made, (1.0, 0.0), begins=begins, parts=parts)
+    return _predicted("HSDP", "all-reduce", work, cluster, made, gap=1.0, noise_spread=0.0, begins=begins, parts=parts)
 
 
 def _in_buckets(work: Work) -> tuple[float, float]:
@@ -87,22 +89,35 @@ def _in_buckets(work: Work) -> tuple[float, float]:
 
 def gossip(work: Work, cluster: Cluster, topology: Topology) -> Prediction:
     """adapt_while_communicate: parameters travel during the forward and backward passes."""
-    name, mixes, inboxes = "adapt_while_communicate", _mixes(topology), max(1, topology.degree)
-    return _predicted(name, topology.name, work, cluster, topology, mixes, begins=0, inboxes=inboxes)
-
-
-def _mixes(topology: Topology) -> tuple[float | None, float | None]:
-    """Return the gap per step and the noise spread."""
     facts = certificate(topology)
-    return facts.gap_per_step, facts.noise_spread
+    return _predicted(
+        "adapt_while_communicate",
+        topology.name,
+        work,
+        cluster,
+        topology,
+        gap=facts.gap_per_step,
+        noise_spread=facts.noise_spread,
+        begins=0,
+        inboxes=max(1, topology.degree),
+    )
 
 
 def compressed(work: Work, cluster: Cluster, topology: Topology) -> Prediction:
     """deep_squeeze, which any schedule suits: a message is known after the update, so nothing hides it."""
-    mixes, sent = _mixes(topology), of_schedule(topology, cluster, to_each=True).sent
-    inboxes, name = max(topology.degree, math.ceil(sent)), "deep_squeeze"
+    facts, sent = certificate(topology), of_schedule(topology, cluster, to_each=True).sent
     return _predicted(
-        name, topology.name, work, cluster, topology, mixes, begins=1, inboxes=inboxes, memory=1, to_each=True
+        "deep_squeeze",
+        topology.name,
+        work,
+        cluster,
+        topology,
+        gap=facts.gap_per_step,
+        noise_spread=facts.noise_spread,
+        begins=1,
+        inboxes=max(topology.degree, math.ceil(sent)),
+        memory=1,
+        to_each=True,
     )
 
 
@@ -146,8 +161,9 @@ def _predicted(
     work: Work,
     cluster: Cluster,
     topology: Topology,
-    mixes: tuple[float | None, float | None] = (None, None),
     *,
+    gap: float | None = None,
+    noise_spread: float | None = None,
     begins: float,
     parts: float = 1.0,
     every: float = 1,
@@ -182,8 +198,8 @@ def _predicted(
         between=traffic.between * payload / every,
         inside=traffic.inside * payload / every / shards
         + 3 * (shards - 1) / shards * own,  # gathered twice, scattered once
-        gap=mixes[0],
-        noise_spread=mixes[1],
+        gap=gap,
+        noise_spread=noise_spread,
         memory=(held + inboxes * payload) / shards,
         checkpoint=(own + kept) * (cluster.num_workers if has_replicas else 1),
         bottleneck="computation" if is_hidden else slowest,
