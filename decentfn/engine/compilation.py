@@ -122,7 +122,7 @@ def compile(
             if donate:
                 require_distinct("compile", state)
                 if mode is None and _is_simulated_here(step, state):
-                    layout = Layout(state, step.by_leaf and not (step.own_steps or step.is_by_autograd))
+                    layout = Layout(state, step.by_leaf and not step.is_by_autograd)
             functions = _on_leaves(step, state if layout is None else layout.template, donate)
             pair = [torch.compile(function, **given) for function in functions]
             progress.begin()

@@ -24,8 +24,8 @@ class Layout:
 
     Args:
         state: a stacked state.
-        by_leaf: True if the leaves of a bucket can be computed apart (`Step.by_leaf`), and the state has no vectors of other
-            layouts than the parameters'.
+        by_leaf: True if the leaves of a bucket can be computed apart (`Step.by_leaf`). Those of a state with vectors of another
+            layout than the parameters' are not.
     """
 
     def __init__(self, state: Any, by_leaf: bool) -> None:
@@ -43,21 +43,19 @@ class Layout:
                 parts += x.split(sizes, dim=-1)
             return Buckets(parts, replace(node.plan, buckets=tuple(plan for its in plans for plan in its)))
 
-        known = state.params.plan.buckets
-        pairs = [pair for node in trees.nodes_of(Buckets, state) for pair in zip(node, node.plan.buckets, strict=True)]
-        by_leaf = by_leaf and all(bucket in known and x.shape[-1] == bucket.numel for x, bucket in pairs)
-        in_buckets = {id(x) for x, _ in pairs}
-        by_leaf = by_leaf and all(
-            x.dim() < 2 or id(x) in in_buckets for x in trees.leaves(getattr(state, "memory", ()))
-        )
-        self.template = trees.enumerate_leaves(trees.map_nodes(Buckets, apart, state) if by_leaf else state)
+        if by_leaf and _has_one_layout(state):
+            state = trees.map_nodes(Buckets, apart, state)
+        self.template = trees.enumerate_leaves(state)
         """The state with parts of its buckets as buckets, and positions in place of tensors."""
 
     def take(self, leaves: Sequence[Any]) -> tuple[list[Any], dict[int, Tensor]]:
         """Return the parts of a state's leaves, those of parameters with those of the spare; and the spare."""
         given: list[Any] = []
         with torch.inference_mode(False):  # or later steps outside that mode could not write to what is made here
-            spare = self._spares.pop() if self._spares else {i: torch.empty_like(leaves[i]) for i in self._moved}
+            try:
+                spare = self._spares.pop()
+            except IndexError:  # asked first, another thread could take the last one
+                spare = {i: torch.empty_like(leaves[i]) for i in self._moved}
             for i, x in enumerate(leaves):
                 parts = self._apart(i, x)
                 given += zip(parts, self._apart(i, spare[i]), strict=True) if i in spare else parts
@@ -84,3 +82,14 @@ class Layout:
             # To write to views of one storage, torch.compile would copy all of it; in its eyes these share none.
             self._parts[x] = parts = [torch.from_dlpack(part) for part in x.detach().split(sizes, dim=-1)]
         return parts
+
+
+def _has_one_layout(state: Any) -> bool:
+    """Return True if all vectors of a state are laid out as its parameters are."""
+    known = state.params.plan.buckets
+    pairs = [pair for node in trees.nodes_of(Buckets, state) for pair in zip(node, node.plan.buckets, strict=True)]
+    in_buckets = {id(x) for x, _ in pairs}
+    others = [x for x in trees.leaves(getattr(state, "memory", ())) if id(x) not in in_buckets]
+    return all(bucket in known and x.shape[-1] == bucket.numel for x, bucket in pairs) and all(
+        x.dim() < 2 for x in others
+    )

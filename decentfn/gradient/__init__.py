@@ -5,7 +5,7 @@ from decentfn.gradient.by_autograd import autograd, is_by_autograd
 from decentfn.gradient.evaluation import (
     evaluate,
     lock_of,
-    partition_of,
+    partition_of_loss,
     require_batch,
     require_inputs,
     require_module_unchanged,

@@ -31,7 +31,7 @@ from decentfn.sharded import Partition
 from decentfn.torch_private import functorch
 
 
-def partition_of(loss_fn: LossFn) -> Partition:
+def partition_of_loss(loss_fn: LossFn) -> Partition:
     """Return how a worker's processes share the parameters; several need a sharded module and `df.autograd`, else ValueError."""
     size = collectives.processes_per_worker()
     if size == 1:

@@ -38,7 +38,7 @@ from decentfn.gradient import (
     Weight,
     evaluate,
     nothing_like,
-    partition_of,
+    partition_of_loss,
     where_good,
 )
 from decentfn.kit.options import DEFAULTS, Options, require_arguments
@@ -83,7 +83,7 @@ class Worker:
         self.gossip_momentum = (
             fast_gossip_momentum(f"gossip_rounds={gossip_rounds}", topology) if gossip_rounds > 1 else 0.0
         )
-        self.partition = partition_of(loss_fn)
+        self.partition = partition_of_loss(loss_fn)
         self.scaling = loss_fn if isinstance(loss_fn, DynamicLossScale) else None
         self.loss_fn = loss_fn if self.scaling is None else self.scaling.loss_fn
         self.optimizer = optimizer
@@ -119,7 +119,7 @@ class Worker:
             outer_optimizers: further pairs `(init, update)` that take buckets of the parameters.
             push_sum: True if the step mixes with push-sum's weight, so that column-stochastic graphs are right for it.
             own_steps: True if each worker takes its own steps, and nobody waits.
-            whole_buckets: True if the step takes a bucket for one vector: it compresses it, or sends some of its places.
+            whole_buckets: True if the step takes a bucket for one vector: it compresses it, sends some of its places, or mails it.
             schedules: those of which `kit.rests` may be True: of the outer steps. None: `topology`.
         """
         starts_equal, topology = "params" in must_equal, topology or self.topology
