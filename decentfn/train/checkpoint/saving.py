@@ -152,8 +152,7 @@ class Saver:
 
         Raises:
             ValueError: on all processes, a leaf or an argument that cannot be saved; a step before the one last saved or
-                restored; in the first call, the directory holds checkpoints, and no
-                process has restored one of them.
+                restored; in the first call, the directory holds checkpoints, and no process has restored one of them.
             OSError, RuntimeError: on all processes, the previous checkpoint was not written; earlier ones are complete.
         """
         if self._is_closed:
