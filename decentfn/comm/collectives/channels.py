@@ -40,7 +40,8 @@ class Channels:
     """Connections of this process with the others of a world.
 
     A group has `send`, `recv`, `allreduce`, `allgather` and `broadcast` (from rank 0), of lists of tensors, `size` and
-    `rank` as torch.distributed's groups do. Another transport is a class that returns its own from `new_group` and `connected`.
+    `rank` as torch.distributed's groups do; its works `wait(timeout)`, and raise RuntimeError. Another transport is a class
+    that returns its own from `new_group` and `connected`: steps, calls outside steps and the mailbox need nothing else.
     """
 
     def __init__(
