@@ -1,8 +1,10 @@
-"""Formatting of values and errors in messages."""
+"""Messages: values and errors in them, and warnings at the user's line."""
 
 from __future__ import annotations
 
+import inspect
 import re
+import warnings
 
 _LONGEST, _LONGEST_ERROR = 60, 300
 
@@ -29,3 +31,11 @@ def brief_error(error: BaseException) -> str:
     first = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]).rstrip(".")
     first = first if len(first) <= _LONGEST_ERROR else f"{first[: _LONGEST_ERROR - 3]}..."
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def warn(message: str) -> None:
+    """Warn with the line of the user's call, the first that is neither in this package nor in a decorator."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_globals["__name__"].partition(".")[0] in ("decentfn", "contextlib"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,7 @@ from decentfn.comm import collectives
 from decentfn.core import draws, trees
 from decentfn.core.buckets import Buckets, Plan
 from decentfn.core.context import context
-from decentfn.core.formatting import brief
+from decentfn.core.formatting import brief, warn
 from decentfn.core.scalars import as_step
 from decentfn.core.trees import PyTree
 from decentfn.gradient import LossFn, is_by_autograd, tell_of_batch
@@ -190,10 +189,9 @@ class Step:
             )
         if not self._has_warned:
             self._has_warned.append(True)
-            warnings.warn(
+            warn(
                 f"step(state, batch, t={t}) after step t={last}: {t - last - 1} rounds of the schedule are left out. t counts the "
-                "calls of the step (with accumulation, not the micro-batches); this is said once.",
-                stacklevel=4,
+                "calls of the step (with accumulation, not the micro-batches); this is said once."
             )
 
     def transformed(self, by: str, size: int | None = None, **changes: Any) -> Step:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from decentfn.core.formatting import brief
 from decentfn.plots.paper import COLORS, GRAY
 from decentfn.timing import Timeline, Trace
 from decentfn.train import logs
@@ -128,7 +129,9 @@ def _losses(line: dict[str, Any]) -> dict[Any, float]:
 
 def _number(x: Any) -> float:
     x = x.get("mean") if isinstance(x, dict) else np.mean([*map(_number, x)]) if isinstance(x, list) else x
-    return float(x) if isinstance(x, (int, float)) and abs(x) < 1e300 else np.nan
+    if x is not None and (isinstance(x, bool) or not isinstance(x, (int, float))):
+        raise ValueError(f"{brief(x)} is no number")
+    return float(x) if x is not None and abs(x) < 1e300 else np.nan
 
 
 def _files(path: Path) -> list[Path]:

@@ -107,6 +107,8 @@ class JSONLines(AbstractContextManager["JSONLines", None]):
         if not isinstance(values, Mapping):
             raise ValueError(f"JSONLines.write({brief(values)}): expected a dict of names and values.")
         line = ({} if step is None else {"step": at_least("JSONLines.write", "step", step, 0)}) | dict(values)
+        if step is not None and line["step"] != step:
+            raise ValueError(f"JSONLines.write({brief(values)}, step={step}): these are two steps; leave one out.")
         try:
             text = json.dumps(_loads(json.dumps(line, default=_as_json)))
         except (TypeError, ValueError, RecursionError) as error:

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import platform
-import warnings
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Literal
@@ -20,7 +19,7 @@ from decentfn import sharded
 from decentfn.comm import collectives
 from decentfn.comm.collectives import World
 from decentfn.core.arguments import checks_numbers, real
-from decentfn.core.formatting import brief, brief_error
+from decentfn.core.formatting import brief, brief_error, warn
 from decentfn.elastic.joining import versions, wait_for_run
 from decentfn.engine.memory import keep_freed_memory
 from decentfn.errors import ExchangeTimeout, PlanMismatch
@@ -263,10 +262,9 @@ def _start(backend: str | None, gpus: int, timeout: timedelta) -> None:
                 "machine, or leave backend out and train on the CPU."
             )
         if rank == 0 and any(its["gpus"] for its in everyone):
-            warnings.warn(
+            warn(
                 f"init(): {fact} ({len(without)} such ranks), so all ranks train on the CPU with gloo; start one "
-                "process for each GPU, or pass backend='gloo'.",
-                stacklevel=3,
+                "process for each GPU, or pass backend='gloo'."
             )
     device = torch.device("cuda", index) if on_gpu else torch.device("cpu")
     if on_gpu:

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import linecache
 import shutil
 import warnings
 
@@ -238,6 +239,30 @@ def test_a_checkpoint_is_of_the_step_after_the_last(transform, tmp_path):
         with pytest.warns(UserWarning, match=rf"save\(step={wrong}\): .*result of step t=2.*pass t \+ 1"):
             df.checkpoint.save(tmp_path / str(wrong), state, wrong)
     df.checkpoint.save(tmp_path, state, 3)
+
+
+def test_a_warning_of_steps_taken_twice_points_at_the_users_line_and_comes_once_per_run(tmp_path):
+    step, state, batch = _simulated(_algorithm())
+    with df.checkpoint.Saver(tmp_path / "run") as saver, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for t in range(3):
+            state, _ = step(state, batch, t)
+            saver.save(state, t)
+        df.checkpoint.save(tmp_path / "another", state, 2)
+        df.checkpoint.save(tmp_path / "another", state, 2)
+    assert [(it.filename, "save(" in linecache.getline(it.filename, it.lineno)) for it in seen] == [
+        (__file__, True)
+    ] * 2
+
+
+def test_a_warning_of_rounds_left_out_points_at_the_users_line():
+    for transform in TRANSFORMS.values():
+        step, state, batch = _simulated(_algorithm())
+        step = transform(step)
+        state, _ = step(state, batch, 0)
+        with pytest.warns(UserWarning, match="1 rounds of the schedule are left out") as seen:
+            step(state, batch, 2)
+        assert seen[0].filename == __file__
 
 
 @pytest.mark.parametrize("transform", [df.donate, lambda step: df.compile(step, backend="eager")])

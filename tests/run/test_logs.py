@@ -33,6 +33,14 @@ def test_a_line_is_on_disk_when_write_returns_and_holds_tensors_and_paths(tmp_pa
         log.write({})
 
 
+def test_a_line_has_one_step(tmp_path):
+    with df.logs.JSONLines(tmp_path / "log.jsonl") as log:
+        log.write({"step": 3, "loss": 0.5}, step=torch.tensor(3))
+        with pytest.raises(ValueError, match=r"write\(\{'step': 5\}, step=3\): these are two steps; leave one out"):
+            log.write({"step": 5}, step=3)
+    assert lines(log.path) == [{"step": 3, "loss": 0.5}]
+
+
 @pytest.mark.skipif(resource is None, reason="files have no limit here")
 def test_a_line_that_does_not_fit_on_a_full_disk_is_an_error_and_leaves_the_log_as_it_was(tmp_path):
     """The next line was joined to the half one: the log could no longer be read, and no run resumed with it."""

@@ -387,3 +387,10 @@ def test_whoever_compiles_after_init_does_not_keep_the_group_past_its_end(group)
         [sys.executable, "-c", LEAVES, group], env=env, capture_output=True, text=True, timeout=600
     )
     assert finished.stdout == "2\n", finished.stderr  # the variable, and the argument of getrefcount
+
+
+def test_a_printed_world_says_rank_size_backend_and_device_in_one_line(environment):
+    environment({})
+    assert repr(df.init()) == "World(rank=0, size=1, backend=None, device='cpu')"
+    for rank, line in enumerate(on_ranks(2, lambda rank: repr(df.init()))):
+        assert line == f"World(rank={rank}, size=2, backend='gloo', device='cpu')"

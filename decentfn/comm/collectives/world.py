@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 
@@ -45,6 +47,13 @@ class World:
         self._gossip: World | None = None
         self._apart = weakref.WeakSet[World]()
         worlds.add(self)
+
+    def __repr__(self) -> str:
+        group = self.channels.group
+        backend = None if group is None else type(group).__name__.removeprefix("ProcessGroup").lower()
+        with suppress(Exception):  # not one of torch.distributed's groups, or one that has ended
+            backend = str(dist.get_backend_config(group))
+        return f"World(rank={self.rank}, size={self.size}, backend={backend!r}, device={str(self.device)!r})"
 
     @property
     def rank(self) -> int:

@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import platform
-import warnings
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +22,7 @@ from decentfn.comm import collectives
 from decentfn.core import trees
 from decentfn.core.arguments import at_least, require
 from decentfn.core.buckets import Place
-from decentfn.core.formatting import brief
+from decentfn.core.formatting import brief, warn
 from decentfn.elastic.generation import awaited_run
 from decentfn.errors import RunError
 from decentfn.kit.state_check import is_state
@@ -42,6 +41,8 @@ from decentfn.train.collective_calls import make_directory, on_all, on_first, on
 from decentfn.train.own_steps import memory_of
 
 _log = logging.getLogger("decentfn")
+_warned: set[Path] = set()
+"""Directories of the runs that were warned of steps taken twice."""
 
 
 class _Content(NamedTuple):
@@ -216,6 +217,13 @@ class Saver:
             now, last = made[0].about["step"], files.own.get(self.directory.resolve())
             rule = f"the last checkpoint is of step {last}, and steps count on over all epochs; pass t + 1 (df.data.epochs)."
             require(last is None or now >= last, "save", rule, step=now)
+            taken = state.params.taken_at
+            if taken is not None and now <= taken and memory_of(state) is None and self.directory not in _warned:
+                _warned.add(self.directory)
+                warn(
+                    f"save(step={now}): the state is the result of step t={taken}, and a run that restores it begins at "
+                    f"step={now}, so it takes steps twice; pass t + 1."
+                )
             return last is not None
 
         if not any(on_all("save", make)) and self._found:
@@ -235,7 +243,7 @@ class Saver:
             step = content.about["step"]
             if isinstance(error, RunError):
                 error.step = step - 1
-            _log.error("the checkpoint of step %d was not written to %s: %s", step, self.directory, error)
+            _log.error("the checkpoint of step %d may be missing from %s: %s", step, self.directory, error)
             raise
 
 
@@ -266,12 +274,7 @@ def _content_of(
         raise ValueError(
             f"save(state, step): the state is {brief(state)}; expected a training state, from init(params)."
         )
-    step, taken = at_least("save", "step", step, 0), state.params.taken_at
-    if taken is not None and step <= taken and memory_of(state) is None:
-        warnings.warn(
-            f"save(step={step}): the state is the result of step t={taken}, and a restored run takes step={step} next; pass t + 1",
-            stacklevel=2,
-        )
+    step = at_least("save", "step", step, 0)
     here, local = collectives.world(), local_workers(state)
     first, num_workers = here.worker * local, here.num_workers * local
     left_out = {f"{BUFFERS}{name}" for name in frozen}
