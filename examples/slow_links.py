@@ -225,6 +225,8 @@ STEPS: dict[str, float] = {
     "DiLoCo": 2,
     "DiLoCo, 4 bits": 2,
     "MuLoCo, 2 bits": 0.64,
+    "SPARTA": 2,
+    "SPARTA and DiLoCo": 2,
     "K-GT": 2,
     "all-reduce, Muon, bf16": 0.64,
     "streaming DiLoCo": 2,

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.outer import Feedback, Fragments, mean_compressed, no_weight, progress
+from decentfn.algorithms.outer import Feedback, Fragments, Nesterov, no_weight, progress
 from decentfn.comm import collectives, gossip
 from decentfn.core import arguments, buckets
 from decentfn.gradient.loss import takes
@@ -96,8 +96,6 @@ def decoupled_diloco(
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
     weigh = kit.as_weight("decoupled_diloco", weight)
     kit.require_whole("decoupled_diloco", inner_steps=inner_steps, num_fragments=num_fragments, quorum=quorum)
-    kit.require_positive("decoupled_diloco", outer_learning_rate=outer_learning_rate)
-    kit.require_fractions("decoupled_diloco", outer_momentum=outer_momentum)
     n = topology.num_workers
     if num_fragments > inner_steps or quorum > n:
         raise ValueError(
@@ -105,20 +103,18 @@ def decoupled_diloco(
             f"a step of its own, so num_fragments <= inner_steps, and there are {n} workers; take more inner steps, or a "
             "smaller quorum."
         )
-    rate = kit.as_input("decoupled_diloco", "outer_learning_rate", outer_learning_rate)
-    momentum, wire = kit.as_input("decoupled_diloco", "outer_momentum", outer_momentum), worker.wire_dtype
+    nesterov = Nesterov("decoupled_diloco", outer_learning_rate, outer_momentum)
     is_function = callable(arrives) and takes(arrives, 2)
     arguments.require(
         arrives is None or is_function, "decoupled_diloco", "a function of t and the worker.", arrives=arrives
     )
-    feedback = Feedback.of("decoupled_diloco", compressor, error_decay, worker, options)
-    fragments = Fragments(num_fragments, inner_steps, worker.everyone if feedback is None else feedback.everyone)
+    feedback = Feedback("decoupled_diloco", compressor, error_decay, worker, options, sends_progress=True)
+    fragments = Fragments(num_fragments, inner_steps, feedback.everyone)
     schedules = fragments.schedules(-1)
 
     def start(x: kit.Buckets) -> Memory:
         tokens, steps = (no_weight(x, num_fragments) for _ in range(2))
-        error = None if feedback is None else kit.zeros_like(x)
-        return Memory(kit.copy_wide(x), kit.zeros_like(x), tokens, steps, error)
+        return Memory(kit.copy_wide(x), kit.zeros_like(x), tokens, steps, feedback.start(x))
 
     def shares(delta: kit.Buckets, tokens: Tensor, steps: Tensor, t: Tensor) -> tuple[list[Tensor], Tensor]:
         """Return n w_i / Σ_j w_j of each fragment, and whether it is due, [P] bool."""
@@ -132,29 +128,15 @@ def decoupled_diloco(
         return found, torch.stack(dues)
 
     def merged(
-        delta: kit.Buckets, error: kit.Buckets | None, own: list[Tensor], t: Tensor
+        phi: kit.Buckets, delta: kit.Buckets, error: kit.Buckets | None, own: list[Tensor], t: Tensor
     ) -> tuple[kit.Buckets, kit.Buckets | None]:
-        """Return Δ of all fragments, and the error that it leaves."""
-        pairs = zip(fragments.split(list(delta)), own, strict=True)
-        plans = delta.plan.buckets
-        parts = [
-            [
-                torch.where(share != 0, d, 0.0) * (share.to(d.dtype) if plan.is_shared else 1)
-                for d, plan in zip(pieces, plans, strict=True)
-            ]
-            for pieces, share in pairs
-        ]
-        if feedback is not None and error is not None:
-            fed = feedback.add(fragments.join(parts, delta.plan), error, t)
-            fed = kit.where(fragments.mask(delta, torch.stack(own) != 0), fed, kit.each(torch.zeros_like, fed))
-            posted, left = feedback.post_fragments(fragments, fed, schedules, t)
-            return fragments.join([mean_compressed(q) for q in posted], delta.plan), left
-        means = []
-        for pieces, schedule in zip(parts, schedules, strict=True):
-            pairs = zip(pieces, plans, strict=True)
-            sent = [gossip.narrow(piece, plan.dtype, wire if plan.is_shared else None) for piece, plan in pairs]
-            means.append(gossip.mean(buckets.loose(sent, plans), schedule, t))
-        return kit.each(lambda mean, d: mean.to(d.dtype), fragments.join(means, delta.plan), delta), None
+        """Return Δ of all fragments, and the error that it leaves; a worker without weight sends zeros."""
+        share = fragments.mask(delta, torch.stack(own))
+        counted = kit.each(lambda d, s: torch.where(s != 0, d, 0.0), delta, share)
+        delta = buckets.with_own(kit.each(lambda d, s: d * s.to(d.dtype), counted, share), counted)
+        fed = None if error is None else kit.each(lambda e, s: torch.where(s != 0, e, 0.0), error, share)
+        posted, left = feedback.post_fragments(fragments, delta, fed, schedules, t)
+        return feedback.mean_of_fragments(fragments, posted, phi), left
 
     def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         theta, (phi, b, tokens, steps, error) = state.params, state.memory
@@ -170,10 +152,8 @@ def decoupled_diloco(
             is_here = arrives(collectives.on_device(now, t), collectives.look_up(now, worker.everyone, t).worker)
         delta = progress(phi, theta)
         own, due = shares(delta, tokens * is_here, steps * is_here, t)
-        delta, left = merged(delta, error, own, t)
-        eta, beta = kit.at(rate, t, phi), kit.at(momentum, t, phi)
-        b_new = kit.each(lambda b, delta: beta * b + delta, b, delta)
-        phi_new = kit.each(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b_new)
+        delta, left = merged(phi, delta, error, own, t)
+        phi_new, b_new = nesterov.step(phi, b, delta, t)
         mask = fragments.mask(phi, due)
         tokens, steps = (torch.where(due & is_here, torch.zeros_like(count), count) for count in (tokens, steps))
         mine = fragments.mask(phi, due & is_here)

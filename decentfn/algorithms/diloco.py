@@ -29,8 +29,7 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms import outer as outer_steps
-from decentfn.algorithms.outer import outer_gradient, progress, to_send
+from decentfn.algorithms.outer import Feedback, Nesterov, after_steps, local_steps, no_weight
 from decentfn.algorithms.sparta import mix_some
 from decentfn.core.arguments import real, require
 
@@ -39,7 +38,7 @@ class Memory(NamedTuple):
     """Memory of one worker."""
 
     phi: kit.Buckets  # outer parameters, the same on all workers
-    b: kit.PyTree  # outer momentum, likewise, or the outer optimizer's state
+    b: kit.PyTree  # outer momentum, likewise, None if β = 0; or the outer optimizer's state
     weight: Tensor | None = None  # 0-d: this worker's weight since the last outer step; None if all are equal
     error: kit.Buckets | None = None  # e; None without a compressor
     averaged = ("phi", "b", "weight", "error")  # over the workers, by df.resize
@@ -98,55 +97,33 @@ def diloco(
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
     weigh = kit.as_weight("diloco", weight)
     kit.require_whole("diloco", inner_steps=inner_steps)
-    kit.require_positive("diloco", outer_learning_rate=outer_learning_rate)
-    kit.require_fractions("diloco", outer_momentum=outer_momentum)
     require(0 <= real("diloco", "fraction", fraction) <= 1, "diloco", "the fraction lies in [0, 1].", fraction=fraction)
-    feedback = outer_steps.Feedback.of("diloco", compressor, error_decay, worker, options)
-    schedule = outer_steps.after_steps(inner_steps, worker.everyone if feedback is None else feedback.everyone)
-    beta, wire = outer_momentum, worker.wire_dtype
-    rate = kit.as_input("diloco", "outer_learning_rate", outer_learning_rate)
-    if outer_optimizer is not None:
-        outer_steps.require_outer("diloco", outer_optimizer)
-        rule = "an outer optimizer has its own rate and momentum: df.sgd(0.7, momentum=0.9, nesterov=True)."
-        given = {"outer_learning_rate": outer_learning_rate, "outer_momentum": outer_momentum}
-        require((outer_learning_rate, beta) == (0.7, 0.9), "diloco", rule, **given)
-    must_equal = () if wire is None and weight is None and feedback is None else ("params",)
+    nesterov = Nesterov("diloco", outer_learning_rate, outer_momentum, outer_optimizer)
+    feedback = Feedback("diloco", compressor, error_decay, worker, options, sends_progress=weight is not None)
+    schedule = after_steps(inner_steps, feedback.everyone)
 
     def start(x: kit.Buckets) -> Memory:
-        phi, error = kit.copy_wide(x), None if feedback is None else kit.zeros_like(x)
-        b = kit.zeros_like(x) if outer_optimizer is None else outer_optimizer.init(phi)
-        return Memory(phi, b, None if weight is None else outer_steps.no_weight(x), error)
-
-    def mean_progress(theta: kit.Buckets, memory: Memory, t: Tensor) -> tuple[kit.Buckets, kit.Buckets | None]:
-        phi, own, error = memory.phi, memory.weight, memory.error
-        if feedback is not None and error is not None:
-            delta = progress(phi, theta) if own is None else worker.weighted(progress(phi, theta), t, schedule, own)
-            return feedback.mean(delta, error, schedule, t)
-        if own is None:
-            return outer_gradient(phi, worker.mean(to_send(phi, theta, wire), t, schedule), wire), error
-        return worker.mean(progress(phi, theta), t, schedule, own), error
+        phi = kit.copy_wide(x)
+        own = None if weight is None else no_weight(x)
+        return Memory(phi, nesterov.init(phi), own, feedback.start(x))
 
     def outer(theta: kit.Buckets, memory: Memory, t: Tensor) -> tuple[kit.Buckets, Memory]:
-        (phi, b, own, _), (delta, error) = memory, mean_progress(theta, memory, t)
-        if outer_optimizer is None:
-            eta = kit.at(rate, t, phi)
-            b = kit.each(lambda b, delta: beta * b + delta, b, delta)
-            phi = kit.each(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b)
-        else:
-            u, b = outer_optimizer.update(delta, b, phi)
-            phi = kit.add(phi, u)
+        (phi, b, own, error), sent = memory, feedback.to_send(memory.phi, theta)
+        sent = sent if own is None else worker.weighted(sent, t, schedule, own)
+        mean, error = feedback.mean(sent, error, schedule, t)
+        phi, b = nesterov.step(phi, b, feedback.outer_gradient(phi, mean), t)
         return phi, Memory(phi, b, None if own is None else torch.zeros_like(own), error)
 
     def mix(theta: kit.Buckets, t: Tensor) -> kit.Buckets:
         return mix_some(worker, theta, t, fraction, seed, worker.everyone) if fraction else theta
 
-    step = outer_steps.local_steps(worker, schedule, outer, weight=weigh, mix=mix)
+    step = local_steps(worker, schedule, outer, weight=weigh, mix=mix)
     return worker.algorithm(
         step,
         start,
         topology=worker.everyone,
         schedules=(schedule,),
-        must_equal=must_equal,
-        whole_buckets=feedback is not None or fraction > 0,
-        outer_optimizers=() if outer_optimizer is None else (outer_optimizer,),
+        must_equal=("params",) if feedback.sends_progress else (),
+        whole_buckets=feedback.is_on or fraction > 0,
+        outer_optimizers=nesterov.optimizers,
     )

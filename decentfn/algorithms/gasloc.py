@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Unpack
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.outer import Feedback, local_steps, mix_with_peers, no_error, peers, progress
+from decentfn.algorithms.outer import Feedback, local_steps, progress
 from decentfn.core.arguments import real, require
 
 
@@ -100,8 +100,8 @@ def gasloc(
     call = f"gasloc(gossip_step={gossip_step}, outer_momentum={outer_momentum})"
     way_out = "use 'random-matching' or a static undirected topology, a smaller gossip_step, or outer_momentum=0"
     kit.require_settling(call, topology, free, way_out)
-    feedback = Feedback.of("gasloc", compressor, error_decay, worker, options)
-    schedule = peers(feedback, max(steps), topology)
+    feedback = Feedback("gasloc", compressor, error_decay, worker, options)
+    schedule = feedback.with_peers(max(steps), topology)
     rate = kit.as_input("gasloc", "outer_learning_rate", outer_learning_rate)
     momentum = kit.as_input("gasloc", "outer_momentum", outer_momentum)
     strength = kit.as_input("gasloc", "gossip_step", gossip_step)
@@ -110,12 +110,12 @@ def gasloc(
         phi, y_old, error = memory
         eta, gamma = kit.at(rate, t, phi), kit.at(momentum, t, phi)
         y = kit.each(lambda phi, back: phi - eta * back, phi, progress(phi, theta))
-        alpha, (mixed, error) = kit.at(strength, t, phi), mix_with_peers(worker, feedback, y, error, schedule, t)
+        alpha, (mixed, error) = kit.at(strength, t, phi), feedback.mix(y, error, schedule, t)
         phi = kit.each(lambda mixed, y, old: y + alpha * (mixed - y) + gamma * (y - old), mixed, y, y_old)
         return phi, Memory(phi, y, error)
 
     def start(x: kit.Buckets) -> Memory:
-        return Memory(kit.copy_wide(x), kit.copy_wide(x), no_error(feedback, "gasloc", x))
+        return Memory(kit.copy_wide(x), kit.copy_wide(x), feedback.start_with_peers(x))
 
     step = local_steps(worker, schedule, outer, own_steps=steps if min(steps) < max(steps) else ())
-    return worker.algorithm(step, start, schedules=(schedule,), whole_buckets=feedback is not None)
+    return worker.algorithm(step, start, schedules=(schedule,), whole_buckets=feedback.is_on)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.outer import Feedback, local_steps, mix_with_peers, no_error, peers, progress
+from decentfn.algorithms.outer import Feedback, local_steps, progress
 
 
 class Memory(NamedTuple):
@@ -84,19 +84,19 @@ def noloco(
 
     way_out = "use a topology such as 'random-matching' or 'one-peer-exp', or a smaller alpha"
     kit.require_settling(f"noloco(alpha={alpha}, gamma={gamma})", topology, free, way_out)
-    feedback = Feedback.of("noloco", compressor, error_decay, worker, options)
-    schedule, gamma_input = peers(feedback, inner_steps, topology), kit.as_input("noloco", "gamma", gamma)
+    feedback = Feedback("noloco", compressor, error_decay, worker, options)
+    schedule, gamma_input = feedback.with_peers(inner_steps, topology), kit.as_input("noloco", "gamma", gamma)
 
     def outer(theta: kit.Buckets, memory: Memory, t: Tensor) -> tuple[kit.Buckets, Memory]:
         (phi, b, error), of_phi = memory, kit.at(gamma_input, t, memory.phi)
         sent = kit.each(lambda phi, d: of_phi * phi - beta * d, phi, progress(phi, theta))
-        mixed, error = mix_with_peers(worker, feedback, sent, error, schedule, t)
+        mixed, error = feedback.mix(sent, error, schedule, t)
         b = kit.each(lambda b, mixed, phi: alpha * b + (mixed - of_phi * phi), b, mixed, phi)
         phi = kit.each(torch.add, phi, b)
         return phi, Memory(phi, b, error)
 
     def start(x: kit.Buckets) -> Memory:
-        return Memory(kit.copy_wide(x), kit.zeros_like(x), no_error(feedback, "noloco", x))
+        return Memory(kit.copy_wide(x), kit.zeros_like(x), feedback.start_with_peers(x))
 
     step = local_steps(worker, schedule, outer)
-    return worker.algorithm(step, start, schedules=(schedule,), whole_buckets=feedback is not None)
+    return worker.algorithm(step, start, schedules=(schedule,), whole_buckets=feedback.is_on)

@@ -94,92 +94,152 @@ def local_steps(
     return step
 
 
-class Feedback:
-    """Compressed messages with error feedback, `e ← β e + Δ; q = C(e); e ← e - q`; a method without it has `None`.
+class Nesterov:
+    """Outer step along Δ, `b⁺ = β b + Δ; φ⁺ = φ - η (Δ + β b⁺)`, or that of an outer optimizer `(init, update)`."""
 
-    With β = 1 nothing is lost: what was sent and what e holds add up to all that was to be sent.
+    def __init__(self, call: str, rate: float, momentum: float, optimizer: Any = None) -> None:
+        kit.require_positive(call, outer_learning_rate=rate)
+        kit.require_fractions(call, outer_momentum=momentum)
+        if optimizer is not None:
+            require_outer(call, optimizer)
+            rule = "an outer optimizer has its own rate and momentum: df.sgd(0.7, momentum=0.9, nesterov=True)."
+            given = {"outer_learning_rate": rate, "outer_momentum": momentum}
+            require((rate, momentum) == (0.7, 0.9), call, rule, **given)
+        self.optimizers = () if optimizer is None else (optimizer,)
+        self._has_momentum = momentum > 0
+        self._rate = kit.as_input(call, "outer_learning_rate", rate)
+        self._momentum = kit.as_input(call, "outer_momentum", momentum)
+
+    def init(self, phi: kit.Buckets) -> Any:
+        """Return b, which is None without momentum, or the outer optimizer's state."""
+        if self.optimizers:
+            return self.optimizers[0].init(phi)
+        return kit.zeros_like(phi) if self._has_momentum else None
+
+    def step(self, phi: kit.Buckets, b: Any, delta: kit.Buckets, t: Tensor) -> tuple[kit.Buckets, Any]:
+        """Return φ⁺ and b⁺."""
+        if self.optimizers:
+            u, b = self.optimizers[0].update(delta, b, phi)
+            return kit.add(phi, u), b
+        eta, beta = kit.at(self._rate, t, phi), kit.at(self._momentum, t, phi)
+        if b is None:
+            return kit.each(lambda phi, delta: phi - eta * delta, phi, delta), None
+        b = kit.each(lambda b, delta: beta * b + delta, b, delta)
+        return kit.each(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b), b
+
+
+class Feedback:
+    """What is averaged or mixed, compressed with error feedback: `e ← β e + Δ; q = C(e); e ← e - q`.
+
+    With β = 1 nothing is lost: what was sent and what e holds add up to all that was to be sent. Without a compressor, or
+    with `identity()`, which leaves no error, the worker's own mean and mix are taken, and e is None.
     """
 
-    def __init__(self, call: str, compressor: kit.Compressor, decay: float, num_workers: int) -> None:
+    def __init__(
+        self,
+        call: str,
+        compressor: kit.Compressor | None,
+        decay: float,
+        worker: kit.Worker,
+        options: Mapping[str, Any],
+        sends_progress: bool = False,
+    ) -> None:
+        if compressor is not None:
+            kit.require_compressor(call, compressor, 1.0, options)
+            rule = "a compressed message is mixed once; leave gossip_rounds out."
+            require(worker.gossip_rounds == 1, call, rule, gossip_rounds=worker.gossip_rounds)
         kit.require_fractions(call, error_decay=decay)
-        self.compressor, self.everyone = compressor, all_to_all(num_workers)
-        self._decay = kit.as_input(call, "error_decay", decay)
+        self._call, self._worker, self._decay = call, worker, kit.as_input(call, "error_decay", decay)
+        self.compressor = None if compressor is None or compressor.name == "identity()" else compressor
+        self.is_on = self.compressor is not None
+        self.everyone = all_to_all(worker.topology.num_workers) if self.is_on else worker.everyone
+        self.sends_progress = sends_progress or self.is_on or worker.wire_dtype is not None
 
-    @classmethod
-    def of(
-        cls, call: str, compressor: kit.Compressor | None, decay: float, worker: kit.Worker, options: Mapping[str, Any]
-    ) -> Feedback | None:
-        """Return None without a compressor, or with `identity()`, which leaves no error."""
-        if compressor is None:
-            return None
-        kit.require_compressor(call, compressor, 1.0, options)
-        rule = "a compressed message is mixed once; leave gossip_rounds out."
-        require(worker.gossip_rounds == 1, call, rule, gossip_rounds=worker.gossip_rounds)
-        feedback = cls(call, compressor, decay, worker.topology.num_workers)
-        return None if compressor.name == "identity()" else feedback
+    def start(self, x: kit.Buckets) -> kit.Buckets | None:
+        """Return the first e."""
+        return kit.zeros_like(x) if self.is_on else None
 
-    def add(self, delta: kit.Buckets, e: kit.Buckets, t: Tensor) -> kit.Buckets:
-        """Return `β e + Δ`."""
+    def start_with_peers(self, x: kit.Buckets) -> kit.Buckets | None:
+        """Return the first e of a payload for peers; raise ValueError unless its compressor has δ >= 1/2."""
+        if self.compressor is not None:
+            deltas = [self.compressor.delta(plan) or 0.0 for plan in x.plan.buckets]
+            rule = f"peers receive parameters, so δ >= 1/2, not {min(deltas):.2g}; use quantize(bits=8), or choco_sgd or beer."
+            require(min(deltas) >= 0.5, self._call, rule, compressor=self.compressor)
+        return self.start(x)
+
+    def with_peers(self, inner_steps: int, topology: kit.Topology) -> kit.Topology:
+        """Return the schedule of rounds with peers; compressed values cannot be averaged in groups."""
+        return after_steps(inner_steps, as_messages(topology) if self.is_on else topology)
+
+    def to_send(self, phi: kit.Buckets, theta: kit.Buckets) -> kit.Buckets:
+        """Return a worker's contribution to Δ: θ, or φ - θ if what is sent is rounded, weighted or compressed.
+
+        The mean of θ also corrects unequal starts, but rounding θ would hide small progress.
+        """
+        return progress(phi, theta) if self.sends_progress else theta
+
+    def outer_gradient(self, phi: kit.Buckets, mean: kit.Buckets) -> kit.Buckets:
+        """Return `Δ = φ - mean_i θ_i` from the mean of the contributions."""
+        return kit.each(lambda phi, m: m.to(phi.dtype), phi, mean) if self.sends_progress else progress(phi, mean)
+
+    def _fed(self, x: kit.Buckets, e: kit.Buckets, t: Tensor) -> kit.Buckets:
         beta = kit.at(self._decay, t, e)
-        return kit.each(lambda e, delta: beta * e + delta, e, delta)
+        return kit.each(lambda e, x: beta * e + x, e, x)
 
-    def post(self, e: kit.Buckets, schedule: kit.Topology, t: Tensor) -> Compressed:
-        """Start to send q; `schedule` has rounds of `everyone`, or of messages to neighbors."""
-        return post_compressed(e, self.compressor, schedule, t)
-
-    def post_fragments(
-        self, fragments: Fragments, e: kit.Buckets, schedules: Sequence[kit.Topology], t: Tensor
-    ) -> tuple[list[Compressed], kit.Buckets]:
-        """Start to send q of each fragment of e; also return `e - q`."""
-        pieces = [gossip.narrow(b, plan.dtype) for b, plan in zip(e, e.plan.buckets, strict=True)]
-        pairs = zip(fragments.split(pieces), schedules, strict=True)
-        posted = [self.post(loose(fragment, e.plan.buckets), schedule, t) for fragment, schedule in pairs]
-        return posted, kit.each(torch.sub, e, fragments.join([q.sent for q in posted], e.plan))
+    def _post(
+        self, x: kit.Buckets, e: kit.Buckets, schedule: kit.Topology, t: Tensor
+    ) -> tuple[Compressed, kit.Buckets]:
+        """Start to send q; also return the new e."""
+        assert self.compressor is not None
+        e = self._fed(x, e, t)
+        q = post_compressed(e, self.compressor, schedule, t)
+        return q, kit.each(torch.sub, e, q.sent)
 
     def mean(
-        self, delta: kit.Buckets, e: kit.Buckets, schedule: kit.Topology, t: Tensor
-    ) -> tuple[kit.Buckets, kit.Buckets]:
-        """Return the mean of all q and the new e."""
-        e = self.add(delta, e, t)
-        q = self.post(e, schedule, t)
-        return mean_compressed(q), kit.each(torch.sub, e, q.sent)
+        self, x: kit.Buckets, e: kit.Buckets | None, schedule: kit.Topology, t: Tensor
+    ) -> tuple[kit.Buckets, kit.Buckets | None]:
+        """Return the mean of what all send, and the new e; `schedule` has rounds of `everyone`."""
+        if e is None:
+            return self._worker.mean(x, t, schedule), None
+        q, e = self._post(x, e, schedule, t)
+        return mean_compressed(q), e
 
-    def mix(self, x: kit.Buckets, e: kit.Buckets, schedule: kit.Topology, t: Tensor) -> tuple[kit.Buckets, kit.Buckets]:
-        """Return `x + (W - I) q`, with x for Δ, whose mean over the workers is that of x, and the new e."""
-        e = self.add(x, e, t)
-        q = self.post(e, schedule, t)
+    def mix(
+        self, x: kit.Buckets, e: kit.Buckets | None, schedule: kit.Topology, t: Tensor
+    ) -> tuple[kit.Buckets, kit.Buckets | None]:
+        """Return `x + (W - I) q`, with x for Δ, whose mean over the workers is that of x, and the new e; without C, W x."""
+        if e is None:
+            return self._worker.mix(x, t, schedule), None
+        q, e = self._post(x, e, schedule, t)
         pull = difference_compressed(q)
-        mixed = kit.repaired(q.posted, kit.add(x, pull), pull)  # a bad worker sent zeros, so the pull is the mix
-        return mixed, kit.each(torch.sub, e, q.sent)
+        return kit.repaired(q.posted, kit.add(x, pull), pull), e  # a bad worker sent zeros, so the pull is the mix
 
+    def post_fragments(
+        self, fragments: Fragments, x: kit.Buckets, e: kit.Buckets | None, schedules: Sequence[kit.Topology], t: Tensor
+    ) -> tuple[Sequence[Compressed | kit.Posted], kit.Buckets | None]:
+        """Start to send each fragment of x; also return e, which is new where a fragment is due."""
+        plans, wire, fed = x.plan.buckets, self._worker.wire_dtype, x if e is None else self._fed(x, e, t)
+        pairs = zip(fed, plans, strict=True)
+        pieces = [gossip.narrow(b, plan.dtype, wire if plan.is_shared else None) for b, plan in pairs]
+        each = list(zip([loose(f, plans) for f in fragments.split(pieces)], schedules, strict=True))
+        if e is None or self.compressor is None:
+            return [self._worker.post(fragment, t, schedule) for fragment, schedule in each], None
+        several = [post_compressed(fragment, self.compressor, schedule, t) for fragment, schedule in each]
+        left = kit.each(torch.sub, fed, fragments.join([q.sent for q in several], e.plan))
+        return several, kit.where(fragments.mask(e, fragments.turn(e, schedules, t)), left, e)
 
-def peers(feedback: Feedback | None, inner_steps: int, topology: kit.Topology) -> kit.Topology:
-    """Return the schedule of rounds with peers; compressed values cannot be averaged in groups."""
-    return after_steps(inner_steps, topology if feedback is None else as_messages(topology))
-
-
-def no_error(feedback: Feedback | None, call: str, x: kit.Buckets) -> kit.Buckets | None:
-    """Return the first error of a payload for peers; raise ValueError unless its compressor has δ >= 1/2."""
-    if feedback is None:
-        return None
-    deltas = [feedback.compressor.delta(plan) or 0.0 for plan in x.plan.buckets]
-    rule = f"peers receive parameters, so δ >= 1/2, not {min(deltas):.2g}; use quantize(bits=8), or choco_sgd or beer."
-    require(min(deltas) >= 0.5, call, rule, compressor=feedback.compressor)
-    return kit.zeros_like(x)
-
-
-def mix_with_peers(
-    worker: kit.Worker,
-    feedback: Feedback | None,
-    x: kit.Buckets,
-    e: kit.Buckets | None,
-    schedule: kit.Topology,
-    t: Tensor,
-) -> tuple[kit.Buckets, kit.Buckets | None]:
-    """Return W x and the error, which is None without feedback."""
-    if feedback is None or e is None:
-        return worker.mix(x, t, schedule), None
-    return feedback.mix(x, e, schedule, t)
+    def mean_of_fragments(
+        self,
+        fragments: Fragments,
+        posted: Sequence[Compressed | kit.Posted],
+        phi: kit.Buckets,
+        after: Iterable[Tensor] = (),
+    ) -> kit.Buckets:
+        """Wait for all fragments, and return Δ; `after` as for `collect`."""
+        means = [
+            mean_compressed(q, after) if isinstance(q, Compressed) else gossip.collect(q, after=after) for q in posted
+        ]
+        return self.outer_gradient(phi, fragments.join(means, phi.plan))
 
 
 def mean_compressed(q: Compressed, after: Iterable[Tensor] = ()) -> kit.Buckets:
@@ -213,19 +273,6 @@ def progress(phi: kit.Buckets, theta: kit.Buckets) -> kit.Buckets:
     """
     start = [gossip.narrow(p, plan.dtype) for p, plan in zip(phi, phi.plan.buckets, strict=True)]
     return kit.Buckets([s.to(p.dtype) - x.to(p.dtype) for s, x, p in zip(start, theta, phi, strict=True)], phi.plan)
-
-
-def to_send(phi: kit.Buckets, theta: kit.Buckets, wire_dtype: torch.dtype | None) -> kit.Buckets:
-    """Return a worker's contribution to the outer gradient: θ, or the difference φ - θ if the wire rounds.
-
-    The mean of θ also corrects unequal starts, but rounding θ would hide small progress.
-    """
-    return theta if wire_dtype is None else progress(phi, theta)
-
-
-def outer_gradient(phi: kit.Buckets, mean: kit.Buckets, wire_dtype: torch.dtype | None) -> kit.Buckets:
-    """Return `Δ = φ - mean_i θ_i` from the mean of the contributions."""
-    return progress(phi, mean) if wire_dtype is None else kit.each(lambda phi, m: m.to(phi.dtype), phi, mean)
 
 
 class Fragments:

@@ -78,8 +78,8 @@ def slowmo(
     kit.require_rate("slowmo", learning_rate=learning_rate)
     rate = kit.as_input("slowmo", "learning_rate", learning_rate)
 
-    feedback = Feedback.of("slowmo", compressor, error_decay, worker, options)
-    outer = after_steps(inner_steps, worker.everyone if feedback is None else feedback.everyone)
+    feedback = Feedback("slowmo", compressor, error_decay, worker, options)
+    outer = after_steps(inner_steps, feedback.everyone)
     inner = paused(topology, outer)
 
     def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
@@ -92,10 +92,8 @@ def slowmo(
         x = worker.mix(kit.add(x, v), t, inner)
         if kit.rests(outer):
             return kit.State(x, local, state.memory), g.metrics
-        if feedback is None or error is None:
-            moved, error_new = progress(x0, worker.mean(x, t, outer)), None
-        else:
-            moved, error_new = feedback.mean(progress(x0, x), error, outer, t)
+        mean, error_new = feedback.mean(x if error is None else progress(x0, x), error, outer, t)
+        moved = progress(x0, mean) if error is None else mean
         due = kit.is_active(outer, t, x)
         u_new = kit.each(lambda u, d: beta * u + d * per_eta, u, moved)
         # Not α η u⁺, which would lose the round if η has fallen to 0 in it.
@@ -104,12 +102,12 @@ def slowmo(
         return kit.State(kit.where(due, slow, x), local, memory), g.metrics
 
     def start(x: kit.Buckets) -> Memory:
-        return Memory(kit.copy_wide(x), kit.zeros_like(x), None if feedback is None else kit.zeros_like(x))
+        return Memory(kit.copy_wide(x), kit.zeros_like(x), feedback.start(x))
 
     return worker.algorithm(
         step,
         start,
         schedules=(outer,),
-        must_equal=() if feedback is None else ("params",),
-        whole_buckets=feedback is not None,
+        must_equal=("params",) if feedback.is_on else (),
+        whole_buckets=feedback.is_on,
     )

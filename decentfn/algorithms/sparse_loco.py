@@ -13,24 +13,11 @@ learning rate.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Unpack
-
-import torch
-from torch import Tensor
+from typing import Any, Unpack
 
 from decentfn import kit
-from decentfn.algorithms.outer import Feedback, after_steps, local_steps, progress
-from decentfn.comm.gossip.compressed import sum_compressed
+from decentfn.algorithms.diloco import diloco
 from decentfn.compressors import chunk_top_k
-
-
-class Memory(NamedTuple):
-    """Memory of one worker."""
-
-    phi: kit.Buckets  # outer parameters, the same on all workers
-    error: kit.Buckets  # e
-    averaged = ("phi", "error")  # over the workers, by df.resize
-    restart = kit.restarting("phi")
 
 
 @kit.algorithm
@@ -50,8 +37,7 @@ def sparse_loco(
     The messages are added in the order of the workers, which keeps φ bitwise identical.
     Sent: one compressed message per bucket to each of the N - 1 others in every H-th step, after the update, so it
     does not overlap with the gradient; nothing in all other steps.
-    It is `diloco(outer_momentum=0, compressor=..., error_decay=...)`, which keeps a momentum too; with
-    `decay=0, compressor=identity()` it is `diloco` without momentum.
+    It is `diloco(outer_momentum=0, compressor=..., error_decay=...)`, and with `identity()` `diloco` without momentum.
 
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
@@ -66,30 +52,19 @@ def sparse_loco(
     Raises:
         ValueError: H < 1, α not positive, β outside [0, 1], `wire_dtype`; from `init`, unequal parameters.
     """
-    compressor = chunk_top_k(64, chunk=4096, bits=2) if compressor is None else compressor
-    kit.require_compressor("sparse_loco", compressor, 1.0, options)
-    worker = kit.Worker(loss_fn, optimizer, topology, **options)
+    given = chunk_top_k(64, chunk=4096, bits=2) if compressor is None else compressor
+    kit.require_compressor("sparse_loco", given, 1.0, options)
     kit.require_whole("sparse_loco", inner_steps=inner_steps)
     kit.require_positive("sparse_loco", outer_learning_rate=outer_learning_rate)
     kit.require_fractions("sparse_loco", decay=decay)
-    feedback = Feedback("sparse_loco", compressor, decay, topology.num_workers)
-    schedule = after_steps(inner_steps, feedback.everyone)
-    rate = kit.as_input("sparse_loco", "outer_learning_rate", outer_learning_rate)
-
-    def outer(theta: kit.Buckets, memory: Memory, t: Tensor) -> tuple[kit.Buckets, Memory]:
-        phi, error = memory
-        error = feedback.add(progress(phi, theta), error, t)
-        q = feedback.post(error, schedule, t)
-        share = kit.once(kit.at(rate, t, phi) / (1 + (q.posted.row.sources >= 0).sum()).double())
-        phi = kit.each(lambda phi, total: phi - share.to(phi.dtype) * total, phi, sum_compressed(q))
-        return phi, Memory(phi, kit.each(torch.sub, error, q.sent))
-
-    step = local_steps(worker, schedule, outer)
-    return worker.algorithm(
-        step,
-        lambda x: Memory(kit.copy_wide(x), kit.zeros_like(x)),
-        topology=worker.everyone,
-        schedules=(schedule,),
-        must_equal=("params",),
-        whole_buckets=True,
+    return diloco(
+        loss_fn,
+        optimizer,
+        topology,
+        inner_steps=inner_steps,
+        outer_learning_rate=outer_learning_rate,
+        outer_momentum=0.0,
+        compressor=given,
+        error_decay=decay,
+        **options,
     )

@@ -13,16 +13,15 @@ on all workers; p = 0 … P-1: a fragment; Δ: the outer gradient; b: the outer 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.outer import Feedback, Fragments, mean_compressed, outer_gradient, progress, to_send
-from decentfn.comm import gossip
+from decentfn.algorithms.outer import Feedback, Fragments, Nesterov
 from decentfn.comm.gossip.compressed import Compressed
-from decentfn.core.buckets import loose
 
 
 class Memory(NamedTuple):
@@ -84,45 +83,25 @@ def streaming_diloco(
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
     kit.require_whole("streaming_diloco", inner_steps=inner_steps, num_fragments=num_fragments)
     kit.require_whole("streaming_diloco", 0, delay=delay)
-    kit.require_positive("streaming_diloco", outer_learning_rate=outer_learning_rate)
-    kit.require_fractions("streaming_diloco", alpha=alpha, outer_momentum=outer_momentum)
+    kit.require_fractions("streaming_diloco", alpha=alpha)
     if num_fragments > inner_steps or delay >= inner_steps:
         raise ValueError(
             f"streaming_diloco(inner_steps={inner_steps}, num_fragments={num_fragments}, delay={delay}): a fragment "
             "has a step of its own and is applied before its next round, so num_fragments <= inner_steps and "
             "delay < inner_steps; take more inner steps."
         )
-    rate = kit.as_input("streaming_diloco", "outer_learning_rate", outer_learning_rate)
-    beta, wire = outer_momentum, worker.wire_dtype
-    feedback = Feedback.of("streaming_diloco", compressor, error_decay, worker, options)
-    fragments = Fragments(num_fragments, inner_steps, worker.everyone if feedback is None else feedback.everyone)
+    nesterov = Nesterov("streaming_diloco", outer_learning_rate, outer_momentum)
+    feedback = Feedback("streaming_diloco", compressor, error_decay, worker, options)
+    fragments = Fragments(num_fragments, inner_steps, feedback.everyone)
     launches, arrivals = fragments.schedules(0 if delay else -1), fragments.schedules(delay - 1)
 
     def start(x: kit.Buckets) -> Memory:
         waits = torch.zeros(num_fragments, dtype=torch.bool, device=x[0].device) if delay > 1 else None
-        error = None if feedback is None else kit.zeros_like(x)
-        return Memory(kit.copy_wide(x), kit.zeros_like(x), kit.zeros_like(x) if delay > 1 else None, waits, error)
+        delta = kit.zeros_like(x) if delay > 1 else None
+        return Memory(kit.copy_wide(x), kit.zeros_like(x), delta, waits, feedback.start(x))
 
-    def launch(theta: kit.Buckets, memory: Memory, t: Tensor) -> tuple[list[Any], kit.Buckets | None]:
-        """Post each fragment; also return the error that they leave."""
-        phi, error = memory.phi, memory.error
-        if feedback is None or error is None:
-            plans = phi.plan.buckets
-            several = zip(to_send(phi, theta, wire), plans, strict=True)
-            sent = fragments.split([gossip.narrow(b, wire if plan.is_shared else None) for b, plan in several])
-            pairs = zip(sent, launches, strict=True)
-            return [worker.post(loose(fragment, plans), t, schedule) for fragment, schedule in pairs], None
-        fed = feedback.add(progress(phi, theta), error, t)
-        several, left = feedback.post_fragments(fragments, fed, launches, t)
-        return several, kit.where(fragments.mask(phi, fragments.turn(phi, launches, t)), left, error)
-
-    def collect(posted: list[Any], phi: kit.Buckets, after: kit.Buckets) -> kit.Buckets:
-        if feedback is not None:
-            return fragments.join([mean_compressed(q, after) for q in posted], phi.plan)
-        means = [gossip.collect(fragment, after=after) for fragment in posted]
-        return outer_gradient(phi, fragments.join(means, phi.plan), wire)
-
-    must_equal = () if wire is None and feedback is None else ("params",)
+    def launch(theta: kit.Buckets, memory: Memory, t: Tensor) -> tuple[Sequence[Any], kit.Buckets | None]:
+        return feedback.post_fragments(fragments, feedback.to_send(memory.phi, theta), memory.error, launches, t)
 
     def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         theta, (phi, b, waiting, waits, error) = state.params, state.memory
@@ -137,22 +116,24 @@ def streaming_diloco(
             return kit.State(theta, local, state.memory), g.metrics
         if not delay:
             posted, error = launch(theta, state.memory, t)
-        delta = collect(posted, phi, g.grads)
+        delta = feedback.mean_of_fragments(fragments, posted, phi, after=g.grads)
         due = fragments.turn(phi, arrivals, t)
         if waiting is not None and waits is not None:
             launched = fragments.turn(phi, launches, t)
             delta = waiting = kit.where(fragments.mask(phi, launched), delta, waiting)
             waits = waits | launched
             due, waits = due & waits, waits & ~due
-        eta = kit.at(rate, t, phi)
-        b_new = kit.each(lambda b, delta: beta * b + delta, b, delta)
-        phi_new = kit.each(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b_new)
+        phi_new, b_new = nesterov.step(phi, b, delta, t)
         theta_new = kit.each(lambda phi, theta: (1 - alpha) * phi + alpha * theta, phi_new, theta)
         mask = fragments.mask(phi, due)
         memory = Memory(kit.where(mask, phi_new, phi), kit.where(mask, b_new, b), waiting, waits, error)
         return kit.State(kit.where(mask, theta_new, theta), local, memory), g.metrics
 
-    schedules = (*launches, *arrivals)
     return worker.algorithm(
-        step, start, topology=worker.everyone, schedules=schedules, must_equal=must_equal, whole_buckets=True
+        step,
+        start,
+        topology=worker.everyone,
+        schedules=(*launches, *arrivals),
+        must_equal=("params",) if feedback.sends_progress else (),
+        whole_buckets=True,
     )

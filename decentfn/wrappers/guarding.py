@@ -27,8 +27,9 @@ from decentfn.torch_private import functorch
 def guard(algorithm: Algorithm, limit: int = 20) -> Algorithm:
     """Contain infinite and NaN values ("bad" values): workers do not send them, and neighbors repair a bad worker.
 
-    * A worker with a bad gradient makes no update in that step; it mixes as usual. Elements with a bad update
-      (overflow, bad moments) are not updated; their moments stay, or restart if they were bad before.
+    * A worker with a bad gradient makes no update in that step; it mixes as usual, and applies its correction (D², `k_gt`,
+      `led`, ...): corrections cancel over all workers, so the mean moves along the good gradients. Elements with a bad
+      update (overflow, bad moments) are not updated; their moments stay, or restart if they were bad before.
     * Messages are checked before they are sent. If any value is bad, the message is flagged: each neighbor keeps the
       sender's weight for itself, and the sender takes the mix of its neighbors instead of its own value. A group mean
       is taken over the good members.

@@ -129,6 +129,24 @@ def test_the_corrections_cancel_in_every_step(name):
     assert np.abs(correction).max() > 1e-3
 
 
+@pytest.mark.parametrize("name", [*EXACT, "exact_diffusion", "d2"])
+def test_a_worker_with_a_bad_gradient_applies_its_correction_so_the_mean_moves_along_the_good_gradients(name):
+    """Corrections cancel over all workers, so one that left its own out would move the mean by it."""
+    p, (algorithm, options, _) = problem(N), EXACT.get(name, (getattr(df, name, None), {}, 1))
+    guarded = df.guard(build(algorithm, p, RING, LR, **options))
+    state, step = start(guarded, p), df.simulate(guarded.step, N)
+    for t in range(STEPS):
+        is_bad = np.random.default_rng(t).random(N) < 0.3
+        x, A = flat(state.params), np.where(is_bad[:, None, None], np.nan, p.A)
+        state, _ = step(state, (torch.tensor(A), torch.tensor(p.b)), t)
+        residuals = np.einsum("nij,nj->ni", p.A, x) - p.b
+        good = np.einsum("nij,ni->nj", p.A, residuals)[~is_bad].sum(0) / N
+        agree(flat(state.params).mean(0), x.mean(0) - LR * good, 1e-13)
+        correction = flat(state.memory.y if name == "led" else state.memory.c)
+        agree(correction.mean(0), 0.0, 1e-13)
+    assert np.abs(correction).max() > 1e-3 and int(state.local.guard.skipped.sum()) > STEPS
+
+
 def test_nids_converges_at_one_rate_on_every_graph_where_exact_diffusion_does():
     """The largest stable rate, below 2/L, is one for all W: here 1.8/L on a ring, a chain and the complete graph."""
     p = problem(N)
