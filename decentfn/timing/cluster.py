@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -59,6 +60,9 @@ def measured(name: str, path: str | Path) -> tuple[list[list[int]], list[Pair]]:
     rule = "pairs are of the nodes' ranks, and those between nodes are among them; measure again with `decentfn links`."
     require(bool(are_known and are_enough), f"{name}.measured", rule, path=str(path))
     for pair in pairs:
+        is_number = math.isfinite(pair.gbit) and math.isfinite(pair.latency_ms)
+        rule = "rates and latencies are finite; measure again with `decentfn links`."
+        require(is_number, f"{name}.measured", rule, path=str(path), gbit=pair.gbit, latency_ms=pair.latency_ms)
         Link(pair.gbit, pair.latency_ms)  # which raises if there can be none such
     return nodes, pairs
 
