@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from decentfn.core.arguments import require, whole_number
+from decentfn.core.arguments import real, require, whole_number
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,7 @@ class Link:
 
     def __post_init__(self) -> None:
         for name in ("gbit_per_s", "latency_ms", "efficiency"):
-            value = getattr(self, name)
-            require(isinstance(value, (int, float)), "Link", f"{name} is a number.", **{name: value})
+            real("Link", name, getattr(self, name))
         require(self.gbit_per_s > 0, "Link", "the rate is positive.", gbit_per_s=self.gbit_per_s)
         require(self.latency_ms >= 0, "Link", "the latency is not negative.", latency_ms=self.latency_ms)
         require(0 < self.efficiency <= 1, "Link", "a share of the rate, in (0, 1].", efficiency=self.efficiency)
@@ -60,9 +58,6 @@ def measured(name: str, path: str | Path) -> tuple[list[list[int]], list[Pair]]:
     rule = "pairs are of the nodes' ranks, and those between nodes are among them; measure again with `decentfn links`."
     require(bool(are_known and are_enough), f"{name}.measured", rule, path=str(path))
     for pair in pairs:
-        is_number = math.isfinite(pair.gbit) and math.isfinite(pair.latency_ms)
-        rule = "rates and latencies are finite; measure again with `decentfn links`."
-        require(is_number, f"{name}.measured", rule, path=str(path), gbit=pair.gbit, latency_ms=pair.latency_ms)
         Link(pair.gbit, pair.latency_ms)  # which raises if there can be none such
     return nodes, pairs
 
