@@ -52,8 +52,8 @@ class Setting(NamedTuple):
     plan: tuple[str, dict[str, Any]] | None = None
     period: int = 2
     periods: int = 10
-    alone: Callable[[Any, Any], Any] | None = None
-    """Whose computation this has, of gossip's kind; None: `gossip()`."""
+    is_simulated: bool = False
+    """Compression computes: its step without messages is a simulated one of all workers, over their number."""
 
 
 def gossip(**options):
@@ -80,20 +80,6 @@ AWC, DDP = ("adapt_while_communicate", {}), ("DDP", {})
 NARROW, AFTER, ALONE = {"wire_dtype": torch.bfloat16}, {"begins": 1.0}, {"is_awaited": False}
 
 
-def decoding(compressor, messages):
-    """This one, which also decodes so many messages of neighbors: the computation of a step without them."""
-
-    def compress(x, plan, key):
-        message = compressor.compress(x, plan, key)
-        for _ in range(messages):
-            message = message + 0 * compressor.decompress(message, plan)[0].to(message.dtype)
-        return message
-
-    return compressor._replace(compress=compress)
-
-
-SQUEEZED = compressed("deep_squeeze", decoding(top_k(0.05), 1), 0.5)
-SIGNED = compressed("deep_squeeze", decoding(sign(), 2), 0.5)
 NETWORKS = {
     "100 Mbit/s, 5 ms": (
         ["--mbit", "100", "--delay-ms", "5"],
@@ -111,7 +97,7 @@ NETWORKS = {
                 0.1,
                 AFTER,
                 ("deep_squeeze", {"sent": 0.1}),
-                alone=SQUEEZED,
+                is_simulated=True,
             ),
             Setting(
                 "CHOCO-SGD, sign",
@@ -122,7 +108,7 @@ NETWORKS = {
                 0.1,
                 1 / 32,
                 AFTER,
-                alone=SIGNED,
+                is_simulated=True,
             ),
         ],
     ),
@@ -191,6 +177,58 @@ NETWORKS = {
         ["--mbit", "500", "--delay-ms", "10"],
         [Setting("D-PSGD", False, gossip(), "one-peer-exp", 16, 0.2, plan=AWC)],
     ),
+    "300 Mbit/s, 3 ms": (
+        ["--mbit", "300", "--delay-ms", "3"],
+        [
+            Setting("D-PSGD", True, gossip(), "static-ring", 6, 0.15, plan=AWC),
+            Setting("D-PSGD, compute-bound", True, gossip(), "ring", 1, 0.3, plan=AWC),
+            Setting("DDP", True, None, "complete", 12, 0.2, 1, AFTER, DDP),
+            Setting("DDP", True, None, "complete", 40, 0.3, 1, {"begins": 0.77, "parts": 1.5}, DDP),
+            Setting(
+                "CHOCO-SGD, top_k(0.02)",
+                True,
+                compressed("choco_sgd", top_k(0.02), 0.3),
+                "static-exp",
+                12,
+                0.1,
+                0.04,
+                AFTER,
+                is_simulated=True,
+            ),
+        ],
+    ),
+    "150 Mbit/s, one 60; 8 ms, one 25": (
+        ["--mbit", "150", "60", "150", "150", "--delay-ms", "8", "8", "25", "8"],
+        [
+            Setting("D-PSGD", True, gossip(), "base", 2, 0.1, plan=AWC),
+            Setting("D-PSGD, bf16 wire", True, gossip(**NARROW), "static-exp", 3, 0.05, 0.5, {}, (AWC[0], NARROW)),
+            Setting(
+                "DiLoCo, H = 5",
+                True,
+                outer("diloco", inner_steps=5),
+                "complete",
+                3,
+                0.1,
+                1,
+                AFTER,
+                ("diloco", {"inner_steps": 5}),
+                5,
+                4,
+            ),
+            Setting(
+                "deep_squeeze, sign",
+                True,
+                compressed("deep_squeeze", sign(), 0.5),
+                "static-ring",
+                8,
+                0.1,
+                1 / 32,
+                AFTER,
+                ("deep_squeeze", {"sent": 1 / 32}),
+                is_simulated=True,
+            ),
+        ],
+    ),
 }
 
 
@@ -245,12 +283,17 @@ def stepper(setting, seconds, topology):
             x = Layer.apply(x, w, seconds)
         return x
 
-    init, step = (setting.make if topology else setting.alone or gossip())(loss, topology or NEVER)
-    state = init([p.detach().clone() for p in module.w])
+    is_simulated = topology is None and setting.is_simulated
+    if is_simulated:
+        topology = df.topology(setting.topology, N)
+    init, step = (setting.make if topology else gossip())(loss, topology or NEVER)
+    batch, state = torch.ones(()), init([p.detach().clone() for p in module.w])
+    if is_simulated:
+        batch, state, step = torch.ones(N), df.stack(state, N), df.simulate(step, N)
 
     def take(t):
         nonlocal state
-        state, _ = step(state, torch.ones(()), t)
+        state, _ = step(state, batch, t)
 
     return take, lambda: df.settle(state) if topology and setting.exchange == ALONE else None
 
@@ -300,7 +343,7 @@ def on_ranks(network, folder):
     dist.barrier()
     for setting in NETWORKS[network][1]:
         sleeps = setting.seconds if isinstance(setting.seconds, list) else [setting.seconds] * N
-        alone = timed(setting, sleeps[here.rank], None, setting.period, 5)
+        alone = timed(setting, sleeps[here.rank], None, setting.period, 5) / (N if setting.is_simulated else 1)
         taken = timed(setting, sleeps[here.rank], df.topology(setting.topology, N), setting.period, setting.periods)
         everyone: list[Any] = [None] * N
         dist.all_gather_object(everyone, (alone, taken))

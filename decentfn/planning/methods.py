@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -10,7 +11,7 @@ from decentfn.planning.traffic import of_schedule, sampled
 from decentfn.timing import Cluster, Exchange, clock
 from decentfn.topologies import Topology, certificate, complete, one_peer_exp_directed
 
-_FORWARD, _BUCKET = 1 / 3, 25 * 2**20
+_FORWARD, _FIRST, _BUCKET = 1 / 3, 2**20, 25 * 2**20
 """Share of the forward pass in a step's computation; bytes of gradients that travel together, when they are there."""
 _PARTS = 4
 """Parts of the parameters, which streaming DiLoCo averages one after another."""
@@ -69,22 +70,24 @@ def ddp(work: Work, cluster: Cluster) -> Prediction:
     both = cluster.num_workers, cluster.workers_per_node
     members, local = (count * cluster.processes_per_worker for count in both)
     alone = replace(cluster, num_workers=members, workers_per_node=local, processes_per_worker=1)
-    begins, parts = _in_buckets(work)
-    return _predicted(
-        "DDP", "all-reduce", work, alone, complete(members), gap=1.0, noise_spread=0.0, begins=begins, parts=parts
-    )
+    made = complete(members)
+    return _predicted("DDP", "all-reduce", work, alone, made, gap=1.0, noise_spread=0.0, buckets=_buckets(work))
 
 
 def hsdp(work: Work, cluster: Cluster) -> Prediction:
     """Parameters sharded in a node: gathered twice and gradients scattered there, and averaged over the nodes."""
-    made, (begins, parts) = complete(cluster.num_workers), _in_buckets(work)
-    return _predicted("HSDP", "all-reduce", work, cluster, made, gap=1.0, noise_spread=0.0, begins=begins, parts=parts)
+    made = complete(cluster.num_workers)
+    return _predicted("HSDP", "all-reduce", work, cluster, made, gap=1.0, noise_spread=0.0, buckets=_buckets(work))
 
 
-def _in_buckets(work: Work) -> tuple[float, float]:
-    """Return the share of the computation after which the first bucket leaves, and the number of buckets."""
-    parts = max(1.0, work.parameters * work.nbytes / _BUCKET)
-    return _FORWARD + (1 - _FORWARD) / parts, parts
+def _buckets(work: Work) -> list[tuple[float, float, float]]:
+    """Return what leaves from DDP's first bucket on, and from its second: begins, share of the payload, parts."""
+    size, found = work.parameters * work.nbytes, list[tuple[float, float, float]]()
+    for before, bucket in ((0, _FIRST), (_FIRST, _BUCKET)):
+        if before < size:
+            begins = _FORWARD + (1 - _FORWARD) * min(1.0, (before + bucket) / size)
+            found.append((begins, 1 - before / size, max(1.0, (size - before) / bucket) if before else 1.0))
+    return found
 
 
 def gossip(work: Work, cluster: Cluster, topology: Topology) -> Prediction:
@@ -164,8 +167,8 @@ def _predicted(
     *,
     gap: float | None = None,
     noise_spread: float | None = None,
-    begins: float,
-    parts: float = 1.0,
+    begins: float = 0,
+    buckets: Sequence[tuple[float, float, float]] = (),
     every: float = 1,
     inboxes: int = 0,
     memory: int = 0,
@@ -180,11 +183,14 @@ def _predicted(
     module = int(has_replicas and shards > 1)  # the copy of a module whose shards are copied into at each step
     payload, own = work.parameters * work.wire, work.parameters * work.nbytes
     timed, steps = clock(work.seconds, cluster), sampled(topology)
-    sends = Exchange(topology, payload, begins, to_each=to_each, parts=parts)
+    sends = [
+        Exchange(topology, payload * share, from_, to_each=to_each, parts=parts)
+        for from_, share, parts in buckets or [(begins, 1.0, 1.0)]
+    ]
     traffic = of_schedule(topology, cluster, to_each=to_each)
-    between, inside = timed.exchange(sends, steps)
+    between, inside = timed.exchange(sends[0], steps)
     exchange = max(between, inside) / every
-    alone = fmean(timed.timeline(sends, 1, first=t).end.max() for t in steps)
+    alone = fmean(max(timed.timeline(its, 1, first=t).end.max() for its in sends) for t in steps)
     seconds = work.seconds + float(alone - work.seconds) / every
     is_hidden = exchange <= work.seconds * 1e-3 or seconds <= work.seconds * 1.001
     slowest = "links between nodes" if between >= inside else "links inside nodes"

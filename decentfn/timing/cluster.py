@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from decentfn.core.arguments import require, whole_number
+from decentfn.core.arguments import real, require, whole_number
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,7 @@ class Link:
 
     def __post_init__(self) -> None:
         for name in ("gbit_per_s", "latency_ms", "efficiency"):
-            value = getattr(self, name)
-            require(isinstance(value, (int, float)), "Link", f"{name} is a number.", **{name: value})
+            real("Link", name, getattr(self, name))
         require(self.gbit_per_s > 0, "Link", "the rate is positive.", gbit_per_s=self.gbit_per_s)
         require(self.latency_ms >= 0, "Link", "the latency is not negative.", latency_ms=self.latency_ms)
         require(0 < self.efficiency <= 1, "Link", "a share of the rate, in (0, 1].", efficiency=self.efficiency)

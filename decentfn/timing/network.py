@@ -78,9 +78,14 @@ class Links:
         rule = "rates are [N] or [N, N] numbers > 0; the diagonal does not count."
         is_shaped = n > 0 and rates.shape in ((n,), (n, n))
         others = rates[~np.eye(n, dtype=bool)] if rates.ndim == 2 and is_shaped else rates
-        require(is_shaped and bool((others > 0).all()), "Links", rule, gbit_per_s=self.gbit_per_s)
+        require(is_shaped and bool(((others > 0) & (others < np.inf)).all()), "Links", rule, gbit_per_s=self.gbit_per_s)
         rule = "a latency is a number >= 0, or [N, N] of them."
-        require(latency.shape in ((), (n, n)) and bool((latency >= 0).all()), "Links", rule, latency_ms=self.latency_ms)
+        require(
+            latency.shape in ((), (n, n)) and bool(((latency >= 0) & (latency < np.inf)).all()),
+            "Links",
+            rule,
+            latency_ms=self.latency_ms,
+        )
         require(0 < self.efficiency <= 1, "Links", "a share of the rate, in (0, 1].", efficiency=self.efficiency)
 
     @classmethod

@@ -197,6 +197,7 @@ def test_a_plan_takes_the_slowest_of_measured_links(tmp_path, capsys):
     ("changes", "words"),
     [
         ({"mbit": -940}, "the rate is positive"),
+        ({"mbit": float("inf")}, "gbit_per_s is a finite number"),
         ({"latency_ms": -1}, "the latency is not negative"),
         ({"to": 7}, "pairs are of the nodes' ranks.*measure again"),
         ({"between": False}, "those between nodes are among them"),

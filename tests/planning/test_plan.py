@@ -160,6 +160,16 @@ def test_times_behind_slow_links_are_within_15_percent(parameters, hosts, mbit, 
     assert of(plan, name).seconds * 1e3 == pytest.approx(milliseconds, rel=0.15)
 
 
+def test_ddps_first_megabyte_travels_while_the_rest_is_computed():
+    """16 MB: buckets of 1 MiB and of the rest, which leaves at the end; 1 MB and less leave at the end as one."""
+    four = Cluster(4, Link(1.0, 0.0, 1.0))
+    for nbytes, exposed in ((16_000_000, 16_000_000 - 2**20), (1_000_000, 1_000_000)):
+        rows = df.plan(four, nbytes // 4, compute_seconds=0.5).predictions
+        ddp = next(row for row in rows if row.method == "DDP")
+        assert ddp.seconds == pytest.approx(0.5 + 1.5 * exposed * 8e-9, rel=1e-6)
+        assert ddp.exchange == pytest.approx(1.5 * nbytes * 8e-9) and ddp.between == pytest.approx(1.5 * nbytes)
+
+
 def test_computation_hides_messages_and_the_plan_says_which_limits():
     slow = df.plan(Cluster(8, Link(1)), MLP, compute_seconds=0.1)
     fast = df.plan(Cluster(8, Link(100)), MLP, compute_seconds=0.1)
