@@ -89,6 +89,21 @@ def test_several_states_of_one_step_share_a_spare_and_nothing_else():
     assert len(set(places)) == len(places)
 
 
+def test_a_view_of_parameters_is_of_one_step_and_a_copy_stays():
+    """As docs/gotchas.md says: old values after the next step. What is made anew follows, and a copy never changes."""
+    name = "adapt_while_communicate"
+    step, state = made(name)
+    step = df.compile(step, backend="eager")
+    state, _ = step(state, batch(name, 0), 0)
+    view, copied = state.params[0].detach(), df.params(state)
+    old, its = state.params[0].clone(), trees.map(torch.clone, copied)
+    state, _ = step(state, batch(name, 1), 1)
+    assert torch.equal(view, old) and not torch.equal(view, state.params[0])
+    for t in range(2, 5):
+        state, _ = step(state, batch(name, t), t)
+    assert all(map(torch.equal, trees.leaves(copied), trees.leaves(its)))
+
+
 def test_a_state_that_was_changed_between_steps_is_read_as_it_is():
     """Parameters that were copied over, given another memory, or resumed from a copy."""
     name = "adapt_while_communicate"

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import FunctionType
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ from decentfn.core.trees import PyTree
 from decentfn.engine import cache as compile_cache
 from decentfn.engine.advice import explain
 from decentfn.engine.cuda_graphs import MODE, cuda_recorder, on_device, replayed, require_replayable
-from decentfn.engine.donation import require_distinct, require_layout
+from decentfn.engine.donation import require_distinct, require_layout, uninterrupted
 from decentfn.engine.layout import Layout
 from decentfn.engine.memory import give_back_freed_memory, keep_freed_memory
 from decentfn.gradient import lock_of
@@ -60,7 +61,8 @@ def compile(
     them, and a change compiles the step again. A number that changes in every step should therefore be a tensor that is
     filled in place. The logger "decentfn" reports compilations and their times at level DEBUG. With `donate`, the
     kernel that computes the new state writes it over the old one: the state that was passed in *is* the new state, and
-    no second one is allocated, but for the parameters of a simulation.
+    no second one is allocated, but for the parameters of a simulation: new ones change places with the old ones, and a
+    view of them (`state.params.tree()`) is of one step. Ctrl-C waits for the end of a donated step of one process.
 
     Args:
         step: a step of this library, a simulated step, or any pure function of the same form. `t` may be an int or a
@@ -134,9 +136,13 @@ def compile(
         if not step.is_by_autograd and type(batch) is not Tensor:
             batch = trees.map(trees.unclassed, trees.plain(batch))
         guard_everything()
+        # Of several processes a step may wait for a message, and must be interrupted.
+        is_held = donate and here.size == 1 and progress.since is None
         try:
-            with lock:
+            with lock, uninterrupted() if is_held else nullcontext():
                 result = pair[bool(context.resting)](places, batch, t)
+                if layout is not None:
+                    layout.put(leaves, spare, result[1])
         except Exception as error:
             progress.end(done=False)
             if not explain(step, error, state, batch, _GRAPHS, is_first=not has_failed):
@@ -148,12 +154,7 @@ def compile(
             graphs.append((form, pair, layout))
         if progress.since is not None:
             progress.end()
-        if not donate:
-            return result
-        metrics, is_new = result
-        if layout is not None:
-            layout.put(leaves, spare, is_new)
-        return state, metrics
+        return (state, result[0]) if donate else result
 
     run_or_replay = run if mode is None else replayed(run, cuda_recorder)
     made = step.transformed("donate") if donate else step

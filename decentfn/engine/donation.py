@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -76,6 +78,28 @@ def donate(step: Step | Callable[..., Any]) -> Step:
         return state, metrics
 
     return step.transformed("donate", run=run)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Hold back Ctrl-C (the first one) while a state is partly old and partly new."""
+    handler, came = signal.getsignal(signal.SIGINT), list[Any]()
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def hold(*args: Any) -> None:
+        came.append(args)
+        if len(came) > 1:
+            handler(*args)
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            handler(*came[0])
 
 
 def require_layout(
