@@ -36,7 +36,8 @@ _FAREWELL = timedelta(seconds=2)
 class _Letter:
     """Buffer of one message, and its parts."""
 
-    def __init__(self, like: Sequence[Tensor], peer: int) -> None:
+    def __init__(self, like: Sequence[Tensor], peer: int, lock: threading.Lock) -> None:
+        self.changed = threading.Condition(lock)  # its thread waits, and is woken alone
         sizes = [8, 8, *(-(-x.nbytes // 8) * 8 for x in like)]
         self.bytes, self.peer, self.is_full = torch.zeros(sum(sizes), dtype=torch.uint8), peer, False
         self.is_lost = False
@@ -57,10 +58,11 @@ class Mailbox:
     def __init__(self, here: World, topology: Topology, like: Sequence[Tensor]) -> None:
         self.topology, self.rank = topology, here.identity.rank
         sources, destinations = _neighbors(topology, self.rank)
-        self._changed = threading.Condition()
+        lock = threading.Lock()
+        self._changed = threading.Condition(lock)
         self._inbox: list[_Letter] = []  # full letters, as they arrived
-        self._in = [_Letter(like, peer) for peer in sources]
-        self._out = {peer: _Letter(like, peer) for peer in destinations}
+        self._in = [_Letter(like, peer, lock) for peer in sources]
+        self._out = {peer: _Letter(like, peer, lock) for peer in destinations}
         self._is_closed = False
         self.sent_to, self.taken_from = dict.fromkeys(destinations, 0), dict.fromkeys(sources, 0)
         """Messages so far, by the other rank."""
@@ -95,7 +97,7 @@ class Mailbox:
                 for letter in letters:
                     self.taken_from[letter.peer] += 1
                     letter.is_full = False
-                self._changed.notify_all()
+                    letter.changed.notify()
             if counts is None:
                 self.record.take(step, messages)
                 return [*sums, total]
@@ -129,7 +131,7 @@ class Mailbox:
                     part.copy_(x)
                 with self._changed:
                     letter.is_full = True
-                    self._changed.notify_all()
+                    letter.changed.notify()
                 mass -= share
                 self.sent_to[peer] += 1
             went.append(goes)
@@ -152,7 +154,8 @@ class Mailbox:
             if self._is_closed:
                 return
             self._is_closed = True
-            self._changed.notify_all()
+            for letter in (*self._in, *self._out.values()):
+                letter.changed.notify()
         end = time.monotonic() + _FAREWELL.total_seconds() + 1
         for thread in self._threads[len(self._in) :]:
             thread.join(max(0.0, end - time.monotonic()))
@@ -174,13 +177,13 @@ class Mailbox:
                 letter.is_full = True
                 self._inbox.append(letter)
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._is_closed or not letter.is_full)
+                letter.changed.wait_for(lambda: self._is_closed or not letter.is_full)
 
     def _send(self, letter: _Letter) -> None:
         group = self._group
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_closed or letter.is_full)
+                letter.changed.wait_for(lambda: self._is_closed or letter.is_full)
                 is_last = self._is_closed and not letter.is_full
             if is_last:
                 letter.step.fill_(_GOODBYE)
