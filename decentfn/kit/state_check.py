@@ -96,7 +96,7 @@ def require_result(state: Any, result: Any) -> None:
         found, expected = _difference(returned, given)
         raise ValueError(
             f"{CALL}: the step returned a state with {found} where it was given one with {expected}; a new state has the "
-            "fields, shapes and dtypes of the old one."
+            "fields, shapes and dtypes of the old one (a sum of parameters and a wide memory: cast it, .to(x.dtype))."
         )
 
 

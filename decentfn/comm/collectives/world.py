@@ -52,7 +52,7 @@ class World:
         group = self.channels.group
         backend = None if group is None else type(group).__name__.removeprefix("ProcessGroup").lower()
         with suppress(Exception):  # not one of torch.distributed's groups, or one that has ended
-            backend = str(dist.get_backend_config(group))
+            backend = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))[self.device.type]
         return f"World(rank={self.rank}, size={self.size}, backend={backend!r}, device={str(self.device)!r})"
 
     @property
