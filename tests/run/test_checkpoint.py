@@ -411,6 +411,20 @@ def test_what_another_algorithm_remembers_is_refused_though_its_leaves_have_the_
         df.checkpoint.restore(tmp_path, states[1])
 
 
+def test_what_sparse_loco_saved_when_its_memory_was_its_own_is_restored(tmp_path, monkeypatch):
+    algorithm = df.sparse_loco(
+        lambda p, b: ((p["w"] - b) ** 2).sum(), df.sgd(0.1), df.topology("complete", 4), inner_steps=2
+    )
+    state, step = df.stack(algorithm.init({"w": torch.zeros(40)}), 4), df.simulate(algorithm.step, 4)
+    for t in range(5):
+        state, _ = step(state, torch.arange(4.0)[:, None].expand(4, 40), t)
+    monkeypatch.setattr("decentfn.train.checkpoint.saving.algorithm_of", lambda state: "sparse_loco")
+    df.checkpoint.save(tmp_path, state, 5)
+    restored = df.checkpoint.restore(tmp_path, df.stack(algorithm.init({"w": torch.zeros(40)}), 4)).state
+    assert all(map(torch.equal, trees.leaves(restored), trees.leaves(state)))
+    assert restored.memory.error.tensors[0].any()
+
+
 @pytest.mark.parametrize("name", [__file__, "../process-00000.safetensors", "other/process-00000.safetensors"])
 def test_a_manifest_names_no_file_outside_its_directory(tmp_path, name):
     state = algorithm_of(1).init(net())

@@ -40,6 +40,8 @@ from decentfn.train.own_steps import memory_of
 from decentfn.train.resizing import resized, stacked
 
 _log = logging.getLogger("decentfn")
+_MEMORY_OF = {"sparse_loco": "diloco"}
+"""Algorithms that had a memory of their own, and whose it is now."""
 
 
 class Restored(NamedTuple):
@@ -197,7 +199,7 @@ def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor], int]:
     """Return what the checkpoint holds for this process, the generators' states and the number of workers that saved it."""
     about = manifest.read(path)
     theirs, mine = about["algorithm"], algorithm_of(template)
-    if None not in (theirs, mine) and theirs != mine:
+    if None not in (theirs, mine) and _MEMORY_OF.get(theirs, theirs) != mine:
         raise ValueError(
             f"restore: {path} has the memory of {theirs}, and the state is {mine}'s; build the algorithm that it "
             "was saved with, or start another one from its parameters: init(df.params(state))."
