@@ -52,7 +52,7 @@ def main(runs=20, seed=0):
             print(
                 f"{run} {rates} Mbit/s {delays} ms: rates {min(of_rate):+.1%} to {max(of_rate):+.1%}, latencies "
                 f"{min(x for x, _ in of_latency):+.2f} to {max(x for x, _ in of_latency):+.2f} ms, "
-                f"host{odd} {'named' if named else 'NOT NAMED'}, {found['seconds']:.1f} s {others}",
+                f"host{odd} {'named' if named else 'NOT NAMED'} {others}",
                 flush=True,
             )
     print({name: f"{sum(each)} of {len(each)}" for name, each in right.items()})

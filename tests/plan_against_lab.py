@@ -52,8 +52,8 @@ class Setting(NamedTuple):
     plan: tuple[str, dict[str, Any]] | None = None
     period: int = 2
     periods: int = 10
-    is_simulated: bool = False
-    """Compression computes: its step without messages is a simulated one of all workers, over their number."""
+    alone: Callable[[Any, Any], Any] | None = None
+    """Whose computation this has, of gossip's kind; None: `gossip()`."""
 
 
 def gossip(**options):
@@ -80,6 +80,20 @@ AWC, DDP = ("adapt_while_communicate", {}), ("DDP", {})
 NARROW, AFTER, ALONE = {"wire_dtype": torch.bfloat16}, {"begins": 1.0}, {"is_awaited": False}
 
 
+def decoding(compressor, messages):
+    """This one, which also decodes so many messages of neighbors: the computation of a step without them."""
+
+    def compress(x, plan, key):
+        message = compressor.compress(x, plan, key)
+        for _ in range(messages):
+            message = message + 0 * compressor.decompress(message, plan)[0].to(message.dtype)
+        return message
+
+    return compressor._replace(compress=compress)
+
+
+SQUEEZED = compressed("deep_squeeze", decoding(top_k(0.05), 1), 0.5)
+SIGNED = compressed("deep_squeeze", decoding(sign(), 2), 0.5)
 NETWORKS = {
     "100 Mbit/s, 5 ms": (
         ["--mbit", "100", "--delay-ms", "5"],
@@ -97,7 +111,7 @@ NETWORKS = {
                 0.1,
                 AFTER,
                 ("deep_squeeze", {"sent": 0.1}),
-                is_simulated=True,
+                alone=SQUEEZED,
             ),
             Setting(
                 "CHOCO-SGD, sign",
@@ -108,7 +122,7 @@ NETWORKS = {
                 0.1,
                 1 / 32,
                 AFTER,
-                is_simulated=True,
+                alone=SIGNED,
             ),
         ],
     ),
@@ -193,7 +207,7 @@ NETWORKS = {
                 0.1,
                 0.04,
                 AFTER,
-                is_simulated=True,
+                alone=SQUEEZED,
             ),
         ],
     ),
@@ -225,7 +239,7 @@ NETWORKS = {
                 1 / 32,
                 AFTER,
                 ("deep_squeeze", {"sent": 1 / 32}),
-                is_simulated=True,
+                alone=SIGNED,
             ),
         ],
     ),
@@ -283,17 +297,12 @@ def stepper(setting, seconds, topology):
             x = Layer.apply(x, w, seconds)
         return x
 
-    is_simulated = topology is None and setting.is_simulated
-    if is_simulated:
-        topology = df.topology(setting.topology, N)
-    init, step = (setting.make if topology else gossip())(loss, topology or NEVER)
-    batch, state = torch.ones(()), init([p.detach().clone() for p in module.w])
-    if is_simulated:
-        batch, state, step = torch.ones(N), df.stack(state, N), df.simulate(step, N)
+    init, step = (setting.make if topology else setting.alone or gossip())(loss, topology or NEVER)
+    state = init([p.detach().clone() for p in module.w])
 
     def take(t):
         nonlocal state
-        state, _ = step(state, batch, t)
+        state, _ = step(state, torch.ones(()), t)
 
     return take, lambda: df.settle(state) if topology and setting.exchange == ALONE else None
 
@@ -343,7 +352,7 @@ def on_ranks(network, folder):
     dist.barrier()
     for setting in NETWORKS[network][1]:
         sleeps = setting.seconds if isinstance(setting.seconds, list) else [setting.seconds] * N
-        alone = timed(setting, sleeps[here.rank], None, setting.period, 5) / (N if setting.is_simulated else 1)
+        alone = timed(setting, sleeps[here.rank], None, setting.period, 5)
         taken = timed(setting, sleeps[here.rank], df.topology(setting.topology, N), setting.period, setting.periods)
         everyone: list[Any] = [None] * N
         dist.all_gather_object(everyone, (alone, taken))

@@ -54,7 +54,7 @@ def links(*, out: Path = Path("links.json"), json: bool = False) -> None:
     print(
         f"\n{called}: all-reduce {found['all_reduce_ms']:.0f} ms, exchange with one peer {found['exchange_ms']:.0f} ms"
     )
-    print(*found["findings"], f"numbers, measured in {found['seconds']:.0f} s: {out}", sep="\n")
+    print(*found["findings"], f"numbers: {out}", sep="\n")
 
 
 def _matrix(found: dict[str, Any], title: str, name: str) -> list[dict[str, str]]:

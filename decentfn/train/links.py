@@ -24,18 +24,15 @@ from decentfn.comm.collectives import World, gather_objects
 _STREAMS, _MESSAGES = 4, 16
 _ROUNDS = 15
 """Rounds of disjoint pairs of nodes: all pairs of up to 16 nodes."""
-_SECONDS, _LONGEST_S, _LEAST_S = 11.0, 3.0, 0.2
-"""Time of all rounds, and of one."""
+_SECONDS, _LONGEST_S = 7.0, 2.0
+"""Time of all rounds, and of one: of the pings and the last messages. The messages before those, which are shorter, take as long."""
 _MB, _AT_MOST_S = 25, 2.0
 """Size of an all-reduce and of an exchange; on a link where they take longer, they are smaller."""
 _GET_ADDRESS = 0x8915
 
 
 def measure_links(world: World) -> dict[str, Any]:
-    """Measure the links between all processes. Collective.
-
-    Takes at most 20 s for 16 processes from its call (without imports and `df.init`) if links have 10 Mbit/s: up to 11 s for
-    rounds of pairs, which divide what is left of it, 4 s for messages of all processes, the rest to connect them.
+    """Measure the links between all processes. Collective; takes at most about 20 s for 16 processes.
 
     A node is a network namespace of a machine. Pairs of nodes are measured in rounds of disjoint pairs, by one process of
     each, and inside nodes one pair of processes: empty messages, and large ones in both directions at once over one
@@ -46,20 +43,16 @@ def measure_links(world: World) -> dict[str, Any]:
         `nodes`: of each its name, ranks, interface, mtu, nominal_mbit (None if it is virtual) and is_bridge;
         `pairs`: of each the ranks `from` and `to`, `between` (False: inside a node), times of an empty message (latency_ms of the
         fastest tenth, latency_median_ms, latency_99_ms), and rates, headers of frames included: mbit_one_stream, and mbit, the larger;
-        `all_reduce_ms` and `exchange_ms`: 25 MB, on all processes at once, by `backend`;
-        `seconds`: that the measurement took.
+        `all_reduce_ms` and `exchange_ms`: 25 MB, on all processes at once, by `backend`.
     """
-    began = time.monotonic()
     groups: list[Any] = [dist.new_group(backend="gloo") for _ in range(_STREAMS)]
     nodes = _nodes(world)
     first = [node["ranks"][0] for node in nodes]
     inside = [(node["ranks"][0], node["ranks"][-1]) for node in nodes if len(node["ranks"]) > 1]
     rounds = [pairs for pairs in (inside, *_disjoint(first)) if pairs]
-    found, since = list[dict[str, Any]](), time.monotonic()
-    for number, pairs in enumerate(rounds):
+    found, seconds = list[dict[str, Any]](), min(_LONGEST_S, _SECONDS / len(rounds))
+    for pairs in rounds:
         dist.barrier(groups[0])
-        left = since + _SECONDS - time.monotonic()
-        seconds = min(_LONGEST_S, max(_LEAST_S, left / (len(rounds) - number)))
         for a, b in pairs:
             if world.rank in (a, b):
                 found.append(_pair(groups, a + b - world.rank, world.rank, seconds))
@@ -75,7 +68,6 @@ def measure_links(world: World) -> dict[str, Any]:
         "all_reduce_ms": timed(dist.all_reduce),
         "exchange_ms": timed(partial(_exchange, world, len(nodes[0]["ranks"]) % world.size or 1)),
         "backend": str(dist.get_backend()),
-        "seconds": time.monotonic() - began,
     }
 
 
@@ -128,7 +120,7 @@ def _disjoint(ranks: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
 
 def _pair(groups: Sequence[Any], peer: int, rank: int, seconds: float) -> dict[str, Any]:
     latencies = quantiles(_latencies(groups[0], peer, rank < peer, seconds / 4), n=100, method="inclusive")
-    one, all_of_them = (_mbit(streams, peer, seconds * share) for streams, share in ((groups[:1], 0.3), (groups, 0.45)))
+    one, all_of_them = (_mbit(streams, peer, seconds * share) for streams, share in ((groups[:1], 0.3), (groups, 0.4)))
     return {
         "from": peer,
         "to": rank,
@@ -154,7 +146,7 @@ def _latencies(group: Any, peer: int, asks: bool, seconds: float) -> list[float]
         if goes_on:
             answer = _hear(group, peer)
         if goes_on or not asks:
-            is_last = not goes_on or (asks and len(times) > 4 and times[-1] > times[0] + seconds)
+            is_last = not goes_on or (asks and len(times) > 10 and times[-1] > times[0] + seconds)
             dist.send(torch.full((1,), float(not is_last)), peer, group)
     return [(after - before) / 2 for before, after in pairwise(times)]
 
@@ -172,31 +164,29 @@ def _hear(group: Any, peer: int) -> Callable[[], float]:
 
 
 def _mbit(groups: Sequence[Any], peer: int, seconds: float) -> float:
-    """Return the rate in Mbit/s at which messages arrive while as many are sent, measured for so many seconds.
+    """Return the rate in Mbit/s at which messages arrive while as many are sent.
 
-    They grow while larger ones fit into the time, and until they arrive for a tenth of it: what came while a busy process
-    was away arrives at once.
+    They grow until they arrive for so long (what came while a busy process was away arrives at once), and larger ones are no faster.
     """
-    size, end = 2**14, time.monotonic() + seconds
+    size, growth, last = 2**14, 2.0, 0.0
     while True:
         x, inbox = torch.empty(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
-        since = time.monotonic()
         receives = [[dist.irecv(inbox, peer, group) for _ in range(_MESSAGES)] for group in groups]
         sends = [dist.isend(x, peer, group) for group in groups for _ in range(_MESSAGES)]
         with ThreadPoolExecutor(len(groups)) as threads:
             streams = list(threads.map(_arrivals, receives))
         _arrivals(sends)
-        now = time.monotonic()
-        first = min(times[-1] for times in streams)  # later ones have the link to themselves
-        times = sorted(t for stream in streams for t in stream if t <= first)
-        is_short, times = times[-1] - times[0] < seconds / 10, times[len(times) // 4 :]
-        growth = 8 if is_short else min(8, int((end - now) / (now - since)))
+        end = min(times[-1] for times in streams)  # of the first stream: later ones have the link to themselves
+        times = sorted(t for stream in streams for t in stream if t <= end)
+        lasted, times = times[-1] - times[0], times[len(times) // 4 :]
+        rate = linear_regression(times, range(len(times))).slope * size * 8e-6
+        growth = 8.0 if lasted < seconds / 10 else 2.0 if lasted < seconds or rate > 1.1 * last else 1.0
         theirs = _hear(groups[0], peer)
-        dist.send(torch.tensor([float(growth)]), peer, groups[0])
-        growth = max(growth, int(theirs()))
-        if growth < 2:
-            return linear_regression(times, range(len(times))).slope * size * 8e-6
-        size *= growth
+        dist.send(torch.tensor([growth]), peer, groups[0])
+        growth, last = max(growth, theirs()), rate
+        if growth == 1:
+            return rate
+        size *= int(growth)
 
 
 def _arrivals(works: Sequence[Any]) -> list[float]:
