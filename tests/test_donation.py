@@ -237,3 +237,19 @@ def test_an_error_after_the_moments_were_written_says_so(monkeypatch):
     with pytest.raises(ZeroDivisionError) as raised:
         step(state, torch.tensor(1.0), 5)
     assert "had begun to write over its state; continue from a checkpoint" in raised.value.__notes__[-1]
+
+
+@pytest.mark.parametrize("transform", [df.donate, lambda step: df.compile(step, backend="eager")])
+def test_a_state_of_expanded_views_is_refused_by_its_leaf_and_cloned_it_trains(transform):
+    """Stacked by hand, all workers share one memory, and no step can write one's new values there."""
+    init, step = df.adapt_while_communicate(
+        lambda p, x: (x @ p["w"]).square().mean(), df.sgd(0.1, momentum=0.9), df.topology("complete", 2)
+    )
+    one, x = init({"w": torch.ones(3)}), torch.eye(3).expand(2, 3, 3)
+    state = trees.map(lambda leaf: leaf.expand(2, *leaf.shape), one)
+    with pytest.raises(ValueError, match=r"leaf 'params\.0.*expanded view.*df\.stack\(state, N\).*leaf\.clone\(\)"):
+        transform(df.simulate(step, 2))(state, x, 0)
+    ends = []
+    for start in (trees.map(torch.clone, state), df.stack(one, 2)):
+        ends.append(transform(df.simulate(step, 2))(start, x, 0)[0])
+    assert all(map(torch.equal, trees.leaves(ends[0]), trees.leaves(ends[1])))
