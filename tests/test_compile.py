@@ -274,15 +274,16 @@ def python_calls(tensors, around=lambda loss_fn: loss_fn, change=df.compile):
 
 
 def test_a_step_is_a_dozen_python_calls_however_many_tensors_there_are(ranks):
+    """And three that hold back Ctrl-C while the state is partly old, of one process."""
     own, calls = python_calls(1)
-    assert [own, calls] == python_calls(3) and len(own) <= 15 and len(calls) <= 125, (len(own), len(calls))
+    assert [own, calls] == python_calls(3) and len(own) <= 18 and len(calls) <= 155, (len(own), len(calls))
     for own, calls in ranks(2).run(python_calls, 3):
-        assert len(own) <= 26 and len(calls) <= 178, (len(own), len(calls), own)
+        assert len(own) <= 26 and len(calls) <= 180, (len(own), len(calls), own)
 
 
 def test_a_step_by_autograd_and_an_eager_one_are_few_python_calls_however_many_tensors_there_are():
     own, _ = python_calls(1, df.autograd)
-    assert own == python_calls(3, df.autograd)[0] and len(own) <= 53, (len(own), own)
+    assert own == python_calls(3, df.autograd)[0] and len(own) <= 56, (len(own), own)
     own, _ = python_calls(1, change=lambda step: step)
     assert own == python_calls(3, change=lambda step: step)[0] and len(own) <= 122, (len(own), own)
 

@@ -10,6 +10,14 @@ import torch
 import decentfn as df
 from decentfn.core import trees
 
+@pytest.fixture(autouse=True)
+def heard():
+    """A job in the background ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 N, X = 4, torch.linspace(-1, 1, 60).view(4, 5, 3)
 
 

@@ -32,6 +32,7 @@ _NEW_MOUNTS, _NEW_NAME, _NEW_NETWORK = 0x00020000, 0x04000000, 0x40000000
 _ENDS_WITH_PARENT = 1
 _BURST_S = 2e-3
 """Time in which a link may exceed its rate."""
+_STOPS = {signal.SIGINT, signal.SIGTERM}
 _PATIENCE_S = 3
 """Time for the other ranks to report a rank that failed."""
 
@@ -69,8 +70,10 @@ def lab(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks end, too
     rates, delays = (list(values) * (num_hosts if len(values) == 1 else 1) for values in (mbit, delay_ms))
     with _hosts(num_hosts, rates, is_bridged=not any(delays)) as hosts:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)  # until all ranks can be ended
         ranks = [_start(command, rank, hosts, ranks_per_host) for rank in range(num_hosts * ranks_per_host)]
         try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
             forward(ports(num_hosts) if any(delays) else [], delays, _watch(ranks))
         finally:
             failed = [f"rank {i} ended with status {status}" for i, rank in enumerate(ranks) if (status := rank.poll())]
@@ -171,6 +174,7 @@ def _start(command: Sequence[str], rank: int, hosts: Sequence[int], local: int) 
     host, size, libc = rank // local, len(hosts) * local, ctypes.CDLL(None)
 
     def enter() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
         libc.prctl(_ENDS_WITH_PARENT, signal.SIGKILL)
         libc.setns(hosts[host], _NEW_NETWORK)
         libc.unshare(_NEW_MOUNTS | _NEW_NAME)

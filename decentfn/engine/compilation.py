@@ -137,7 +137,7 @@ def compile(
             batch = trees.map(trees.unclassed, trees.plain(batch))
         guard_everything()
         # Of several processes a step may wait for a message, and must be interrupted.
-        is_held = donate and here.size == 1 and progress.since is None
+        is_held = donate and here.identity.size == 1 and progress.since is None
         try:
             with lock, uninterrupted() if is_held else nullcontext():
                 result = pair[bool(context.resting)](places, batch, t)
