@@ -10,6 +10,7 @@ import torch
 import decentfn as df
 from decentfn.core import trees
 
+
 @pytest.fixture(autouse=True)
 def heard():
     """A job in the background ignores Ctrl-C."""
