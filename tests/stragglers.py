@@ -1,6 +1,7 @@
 """Steps per second of fast workers beside a slow one: `python -m tests.stragglers` prints the table of docs/surviving.md.
 
 Four gloo ranks; a step computes for 0.1 s (a sleep, so that two cores are enough), 0.3 s where a worker is slow.
+In brackets: the share of its time in which a fast worker computes; 1.00 is as fast as itself, whoever is slow.
 `python -m tests.stragglers 0.02 asynchronous gossip`: of 0.02 s; methods with these words in their names.
 """
 
@@ -17,6 +18,10 @@ from tests.ranks import Ranks
 N, STEPS, WARM_UP = 4, 44, 4
 COMPUTE_S, SLOWER = 0.1, 3
 METHODS = {
+    "no messages": lambda loss: df.adapt_while_communicate(
+        loss, df.sgd(0.1), df.topologies.every(10**9, df.topology("one-peer-exp", N))
+    ),
+    "no library: torch.optim.SGD": None,
     "one-peer gossip (`adapt_while_communicate`)": lambda loss: df.adapt_while_communicate(
         loss, df.sgd(0.1), df.topology("one-peer-exp", N)
     ),
@@ -45,8 +50,9 @@ def loss_fn(params, batch):
     return ((params - batch) ** 2).sum()
 
 
-def ddp_step():
-    model = DistributedDataParallel(torch.nn.Linear(32, 32))
+def torch_step(method):
+    model = torch.nn.Linear(32, 32)
+    model = DistributedDataParallel(model) if method == "PyTorch DDP" else model
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
     def step(rank, t):
@@ -82,20 +88,25 @@ slow, seconds = None, COMPUTE_S
 
 
 def compute(rank, t):
-    time.sleep(seconds * (SLOWER if SLOW[slow](rank, t) else 1))
+    time.sleep(lasts(rank, t))
+
+
+def lasts(rank, t):
+    return seconds * (SLOWER if SLOW[slow](rank, t) else 1)
 
 
 def rate(method, who, of_compute):
-    """Steps per second of this worker."""
+    """Steps per second of this worker, and the share of its time in which it computes."""
     global slow, seconds
     slow, seconds, rank = who, of_compute, dist.get_rank()
-    step = ddp_step() if METHODS[method] is None else gossip_step(method)
+    step = torch_step(method) if METHODS[method] is None else gossip_step(method)
     dist.barrier()
     for t in range(STEPS):
         if t == WARM_UP:
             start = time.perf_counter()
         step(rank, t)
-    return (STEPS - WARM_UP) / (time.perf_counter() - start)
+    took = time.perf_counter() - start
+    return (STEPS - WARM_UP) / took, sum(lasts(rank, t) for t in range(WARM_UP, STEPS)) / took
 
 
 def main(of_compute=COMPUTE_S, *words):
@@ -105,8 +116,8 @@ def main(of_compute=COMPUTE_S, *words):
     for method in METHODS:
         if words and not any(word in method for word in words):
             continue
-        rates = [sum(ranks.run(rate, method, who, float(of_compute))[:3]) / 3 for who in SLOW]
-        print(f"| {method} | " + " | ".join(f"{r:.1f}" for r in rates) + " |", flush=True)
+        rates = [torch.tensor(ranks.run(rate, method, who, float(of_compute))[:3]).mean(0).tolist() for who in SLOW]
+        print(f"| {method} | " + " | ".join(f"{r:.1f} ({share:.2f})" for r, share in rates) + " |", flush=True)
     ranks.close()
 
 

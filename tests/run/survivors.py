@@ -134,7 +134,7 @@ def main(spec, rank):
 
     def say(**what):
         with out.open("a") as file:
-            file.write(json.dumps(what | {"at": time.time()}) + "\n")
+            file.write(json.dumps(what | {"at": time.time(), "cpu": time.process_time()}) + "\n")
 
     build = (ALGORITHMS | ALONE)[spec["algorithm"]]
     local = spec["local"]

@@ -22,6 +22,11 @@ def slowest(its):
     return max(between), statistics.median(between)
 
 
+def work_in(its):
+    """The most seconds of processor time, of all of its threads, that a process takes from one end of a step to the next."""
+    return max(b["cpu"] - a["cpu"] for a, b in zip(its, its[1:-1], strict=False))
+
+
 def assert_went_on(lines, lost):
     for rank, its in enumerate(lines):
         if rank not in lost:
@@ -58,13 +63,18 @@ def test_nobody_waits_for_a_worker_that_is_killed_or_stopped(tmp_path):
 
 if __name__ == "__main__":
     jobs, ratios, hung = [drawn(seed) for seed in range(int(sys.argv[1]))], [], 0
+    works = []
     with tempfile.TemporaryDirectory() as folder:
         for job, lines in zip(jobs, survivors.results(Path(folder), jobs), strict=True):
             left = [its for rank, its in enumerate(lines) if rank not in lost_of(job)]
             hung += any(its[-1].get("end") != "done" for its in left)
             ratios += [most / median for most, median in map(slowest, left)]
+            works += [1e3 * work_in(its) for its in left]
     print(
         f"{len(jobs)} runs, {hung} in which a survivor did not end; longest step of a survivor over its median: ",
         end="",
     )
     print(f"median {statistics.median(ratios):.2f}, largest {max(ratios):.2f}, above 3: {sum(r > 3 for r in ratios)}")
+    print(
+        f"most processor time of a survivor's step: median {statistics.median(works):.1f} ms, largest {max(works):.1f} ms"
+    )
