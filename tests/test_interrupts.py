@@ -11,6 +11,9 @@ import decentfn as df
 from decentfn.core import trees
 
 
+pytestmark = pytest.mark.slow  # real interrupts, for a process of their own: one in PyTorch's compiler may stay with it
+
+
 @pytest.fixture(autouse=True)
 def heard():
     """A job in the background ignores Ctrl-C."""
@@ -79,7 +82,6 @@ def test_an_interrupt_between_any_two_kernels_leaves_the_new_state():
         assert equal(values(step(state, X, 2)[0]), values(then))
 
 
-@pytest.mark.thorough
 def test_an_interrupt_at_any_line_between_graph_and_exchange_leaves_the_old_or_the_new_state():
     """Of this package's engine; torch's own lines after the last kernel are covered by the test above."""
     step, start = made("eager")
