@@ -1,6 +1,9 @@
 """An eager donated step computes what the pure step computes, in the memory of the state that it was given."""
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -253,3 +256,11 @@ def test_a_state_of_expanded_views_is_refused_by_its_leaf_and_cloned_it_trains(t
     for start in (trees.map(torch.clone, state), df.stack(one, 2)):
         ends.append(transform(df.simulate(step, 2))(start, x, 0)[0])
     assert all(map(torch.equal, trees.leaves(ends[0]), trees.leaves(ends[1])))
+
+
+@pytest.mark.thorough
+def test_interrupts_leave_the_old_or_the_new_state_in_a_process_of_their_own():
+    tests = Path(__file__).with_name("test_interrupts.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "slow", tests]
+    ended = subprocess.run(command, cwd=tests.parents[1], capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stdout

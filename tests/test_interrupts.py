@@ -10,7 +10,7 @@ import torch
 import decentfn as df
 from decentfn.core import trees
 
-pytestmark = pytest.mark.slow  # real interrupts, for a process of their own: one in PyTorch's compiler may stay with it
+pytestmark = pytest.mark.slow  # real interrupts: `test_donation.py` runs them in a process of their own
 
 
 @pytest.fixture(autouse=True)

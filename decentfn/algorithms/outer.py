@@ -129,7 +129,7 @@ class Nesterov:
 
 
 class Feedback:
-    """What is averaged or mixed, compressed with error feedback: `e ← β e + Δ; q = C(e); e ← e - q`.
+    """Mean or mix of a payload, compressed with error feedback: `e ← β e + Δ; q = C(e); e ← e - q`.
 
     With β = 1 nothing is lost: what was sent and what e holds add up to all that was to be sent. Without a compressor, or
     with `identity()`, which leaves no error, the worker's own mean and mix are taken, and e is None.

@@ -33,6 +33,7 @@ _ENDS_WITH_PARENT = 1
 _BURST_S = 2e-3
 """Time in which a link may exceed its rate."""
 _STOPS = {signal.SIGINT, signal.SIGTERM}
+"""Signals that end a lab and its ranks."""
 _PATIENCE_S = 3
 """Time for the other ranks to report a rank that failed."""
 

@@ -122,13 +122,14 @@ def require_distinct(call: str, state: Any) -> None:
     for name, leaf in trees.named_leaves(state):
         if not isinstance(leaf, torch.Tensor):
             raise ValueError(f"{call}(step): leaf {name!r} of the state is {type(leaf).__name__}; states hold tensors.")
-        if leaf.numel() and any(n > 1 and not stride for n, stride in zip(leaf.shape, leaf.stride(), strict=True)):
-            raise ValueError(
-                f"{call}(step): leaf {name!r} of the state is an expanded view, of which several elements share memory, and a step "
-                "that writes over its state needs memory for each; df.stack(state, N) makes it, as does leaf.clone()."
-            )
         if leaf.numel():
-            last = sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
+            sizes = list(zip(leaf.shape, leaf.stride(), strict=True))
+            if any(size > 1 and not stride for size, stride in sizes):
+                raise ValueError(
+                    f"{call}(step): leaf {name!r} of the state is an expanded view, of which several elements share memory, and a "
+                    "step that writes over its state needs memory for each; df.stack(state, N) makes it, as does leaf.clone()."
+                )
+            last = sum((size - 1) * stride for size, stride in sizes)
             start = leaf.data_ptr()
             spans.append((start, start + (last + 1) * leaf.element_size(), name))
     spans.sort()

@@ -145,6 +145,19 @@ def test_a_lab_that_is_told_to_end_ends_its_ranks_at_once(sent):
 
 @needs_hosts
 @pytest.mark.thorough
+def test_a_lab_that_is_told_to_end_while_it_starts_ends_the_ranks_that_it_has_started():
+    """The first of twelve has begun: the others, too, are ended, and not left to the next lab."""
+    token, program = os.urandom(8).hex(), ["sh", "-c", "echo up; sleep 600; true"]
+    words, env = ["-n", "3", "--ranks-per-host", "4"], os.environ | {"OF_THIS_TEST": token}
+    lab = start(*words, program=program, env=env, stderr=subprocess.DEVNULL)
+    assert lab.stdout and lab.stdout.readline() == "up\n"
+    lab.terminate()
+    assert lab.wait(300) != 0 and nothing_is_left(token)
+    lab.stdout.close()
+
+
+@needs_hosts
+@pytest.mark.thorough
 def test_a_rank_that_fails_ends_the_others_and_is_named():
     program = ["sh", "-c", 'test "$RANK" = 1 && exit 7; sleep 600']
     lab = start("-n", "2", "--ranks-per-host", "2", program=program, stderr=subprocess.PIPE)

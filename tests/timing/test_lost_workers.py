@@ -62,8 +62,7 @@ def test_nobody_waits_for_a_worker_that_is_killed_or_stopped(tmp_path):
 
 
 if __name__ == "__main__":
-    jobs, ratios, hung = [drawn(seed) for seed in range(int(sys.argv[1]))], [], 0
-    works = []
+    jobs, ratios, works, hung = [drawn(seed) for seed in range(int(sys.argv[1]))], [], [], 0
     with tempfile.TemporaryDirectory() as folder:
         for job, lines in zip(jobs, survivors.results(Path(folder), jobs), strict=True):
             left = [its for rank, its in enumerate(lines) if rank not in lost_of(job)]
