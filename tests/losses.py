@@ -1,18 +1,26 @@
 """Losses, joins and resizes with every algorithm, schedule and wrapper, on ranks that are threads; processes: `tests.chaos`.
 
-python -m tests.losses [schedules | wrappers | resizes] [K]        prints what is not right, and counts; each K-th case
+python -m tests.losses [FOLDER] [PROCESSES]        all cases; prints what is not right, and counts
+
+FOLDER keeps a line per case, so that a run that was killed goes on where it was; about 100 minutes of one core.
 """
 
+import faulthandler
 import itertools
 import logging
+import random
 import re
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
 from collections import Counter
 from dataclasses import replace
 from datetime import timedelta
+from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -22,11 +30,15 @@ from decentfn.core import trees
 from decentfn.elastic.generation import generation_of
 from decentfn.elastic.joining import wait_for_run
 from decentfn.testing import mean_is_preserved, on_ranks
+from decentfn.topologies.registry import of_size
 from tests.contract import ROWS
 
 F64 = torch.float64
 SCHEDULES = ("one-peer-exp", "base", "ring", "static-ring", "static-exp", "complete", "random-matching", "star")
 DIRECTED = ("one-peer-exp-directed",)
+OTHERS = tuple(name for name in of_size(4, 2) if name not in SCHEDULES + DIRECTED)
+NODES = {"hierarchical": 2, "alternating-exp-ring": 2}
+"""Workers per node of the families that ask for it."""
 PUSH_SUM = ("stochastic_gradient_push", "push_diging")
 MIXING_MOMENTUM = (
     "quasi_global_momentum",
@@ -42,6 +54,8 @@ MIXING_MOMENTUM = (
 FINE = ("right", "refused", "not accepted", "newcomer refused")
 AFTER = 30
 """Steps after the last change."""
+HANGS = 900
+"""Seconds after which a case has hung, on a machine as busy as it may be."""
 
 
 class Gone(Exception):
@@ -59,7 +73,13 @@ def with_buffers(params, buffers, batch):
 def of_row(row, schedule, loss=loss_fn, topology=None):
     """`num_workers -> Algorithm` of a row of the contract on a schedule by name, or on this one."""
     algorithm, options = ROWS[row].algorithm, ROWS[row].hyperparameters
-    return lambda n: algorithm(loss, df.sgd(0.01), topology or df.topology(schedule, n), **options)
+    return lambda n: algorithm(loss, df.sgd(0.01), topology or on(schedule, n), **options)
+
+
+def on(schedule, n):
+    """The topology of this name; ValueError if there is none of this size."""
+    nodes = {"local_world_size": NODES[schedule]} if schedule in NODES else {}
+    return df.topology(schedule, n, **nodes)
 
 
 def start(worker, equal):
@@ -242,7 +262,7 @@ def outcome(case):
     except ValueError as error:
         return (
             "refused"
-            if re.search("accepts no schedule in place of|wait for nobody", str(error))
+            if re.search("accepts no schedule in place of|waits? for nobody", str(error))
             else f"{type(error).__name__}: {error}"
         )
     except Exception as error:
@@ -254,62 +274,98 @@ def outcome(case):
     return "; ".join(faults(kept, failed, expected, row, before)) or "right"
 
 
+EVENTS = (
+    (4, {1: (3, "after")}, None),
+    (4, {0: (2, "before"), 3: (9, "after")}, None),
+    (5, {4: (6, "before")}, None),
+    (3, {}, 2),
+    (4, {2: (3, "after")}, 5),
+)
+"""Processes, losses, and the step from which on one may join: a loss early and late, two losses, a join, both."""
+
+CHANGES = {
+    "one less": lambda it: it.without([1]),
+    "one more": lambda it: it.resized(it.num_workers + 1),
+    "two less": lambda it: it.without([0, 2]),
+}
+
+
 def schedules():
-    """Every algorithm on every schedule: a loss early and late, two losses, a join."""
-    for row, schedule in itertools.product(ROWS, SCHEDULES + DIRECTED):
-        for n, deaths, joins in (
-            (4, {1: (3, "after")}, None),
-            (4, {0: (2, "before"), 3: (9, "after")}, None),
-            (5, {4: (6, "before")}, None),
-            (3, {}, 2),
-            (4, {2: (3, "after")}, 5),
-        ):
+    """Every algorithm on every schedule with each event; on those that are rarely used with two of them."""
+    for (i, row), schedule in itertools.product(enumerate(ROWS), SCHEDULES + DIRECTED + OTHERS):
+        events = EVENTS if schedule not in OTHERS else (EVENTS[i % 3], EVENTS[3 + i % 2])
+        for n, deaths, joins in events:
             yield row, schedule, "none", "plain", n, 1, deaths, joins
 
 
+@cache
+def accepted(row):
+    """A schedule that the algorithm accepts, and that stays one of its size after a loss."""
+    for schedule in ("one-peer-exp", "static-ring", "random-matching", "complete", "chain", "binary-tree"):
+        try:
+            of_row(row, schedule)(4)
+        except ValueError:
+            continue
+        return schedule
+    raise ValueError(row)
+
+
 def wrappers():
-    """Every wrapper with a loss in the first, the second and a later step."""
-    for row in ("adapt_while_communicate", "d2", "power_gossip", "choco_sgd", "gradient_tracking, atc", "all_reduce"):
-        its = "static-ring" if row == "choco_sgd" else "one-peer-exp"
-        for wrapper, loss, local, t, when in itertools.product(
-            WRAPPERS, LOSSES, (1, 2), (0, 1, 5), ("before", "after")
-        ):
-            yield row, its, wrapper, loss, 4, local, {1: (t, when)}, None
+    """Every wrapper with a loss in the first, the second and a later step, and with a join.
+
+    Six algorithms with all of it; the others with every pair of wrapper and loss function, and the rest in turn.
+    """
+    rest = [*itertools.product((1, 2), (0, 1, 5), ("before", "after"))]
+    for i, row in enumerate(ROWS):
+        its, pairs = accepted(row), [*itertools.product(WRAPPERS, LOSSES)]
+        whole = row in (
+            "adapt_while_communicate",
+            "d2",
+            "power_gossip",
+            "choco_sgd",
+            "gradient_tracking, atc",
+            "all_reduce",
+        )
+        for k, (wrapper, loss) in enumerate(pairs):
+            for local, t, when in rest if whole else [rest[(5 * k + i) % len(rest)]]:
+                yield row, its, wrapper, loss, 4, local, {1: (t, when)}, None
+            if whole or (i + k) % 4 == 0:
+                yield row, its, wrapper, loss, 3, 1 + k % 2, {}, 2
 
 
 def resizes():
-    """Every algorithm on every schedule, from N workers to those of `without` and of `resized`."""
-    for row, schedule, n in itertools.product(ROWS, SCHEDULES + DIRECTED, (4, 5)):
-        for change in (
-            lambda it: it.without([1]),
-            lambda it: it.resized(it.num_workers + 1),
-            lambda it: it.without([0, 2]),
-        ):
-            yield row, schedule, n, change
+    """Every algorithm on every schedule, from N workers to those of `without` and of `resized`; and in every wrapper."""
+    for row, schedule, n in itertools.product(ROWS, SCHEDULES + DIRECTED + OTHERS, (4, 5)):
+        for change in CHANGES:
+            yield row, schedule, "none", "plain", n, change
+    for row, wrapper, loss, change in itertools.product(ROWS, WRAPPERS, LOSSES, CHANGES):
+        if (wrapper, loss) != ("none", "plain"):
+            yield row, accepted(row), wrapper, loss, 4, change
 
 
 def of_resize(case):
     """As `outcome`, of `df.resize` in the simulator: "refused" where the algorithm refuses the schedule in its place."""
-    row, schedule, n, change = case
-    build, equal = of_row(row, schedule), ROWS[row].starts_equal
+    row, schedule, wrapper, loss, n, change = case
+    equal, its = ROWS[row].starts_equal, LOSSES[loss]()
     try:
-        old = build(n)
+        old = WRAPPERS[wrapper](of_row(row, schedule, its))(n)
     except ValueError:
         return "not accepted"
     try:
-        new = of_row(row, schedule, topology=change(old.topology).topology)(n)
+        new = WRAPPERS[wrapper](of_row(row, schedule, its, CHANGES[change](old.topology).topology))(n)
     except ValueError:
         return "refused"
     states = [old.init(start(i, equal)) for i in range(n)]
     state, kept, zero = trees.map(lambda *x: torch.stack(x), *states), {}, torch.zeros(1, dtype=F64)
+    zero = zero.expand(2, 1) if loss == "accumulated" else zero
     for t in range(5):
-        state, _ = df.simulate(old.step, n)(state, zero.expand(n, 1).clone(), t)
+        state, _ = df.simulate(old.step, n)(state, zero.expand(n, *zero.shape).clone(), t)
     was = df.consensus_mean(state)
     state, m = df.resize(state, new), new.topology.num_workers
     kept[5] = state
     off = max(float((a - b).abs().max()) for a, b in zip(was.values(), df.consensus_mean(state).values(), strict=True))
     for t in range(5, 5 + AFTER):
-        state, _ = df.simulate(new.step, m)(state, zero.expand(m, 1).clone(), t)
+        state, _ = df.simulate(new.step, m)(state, zero.expand(m, *zero.shape).clone(), t)
         kept[t + 1] = state
     return (
         "; ".join(faults({0: kept}, [], [0], row, 5) + [f"resize moved the mean by {off:.1e}"] * (off > 1e-12))
@@ -317,20 +373,67 @@ def of_resize(case):
     )
 
 
-def main(what="schedules", part="1"):
+def cases():
+    """All cases by their text, shuffled: what is done of them at any time is a sample."""
+    its = [(outcome, case) for make in (schedules, wrappers) for case in make()]
+    its += [(of_resize, case) for case in resizes()]
+    random.Random(0).shuffle(its)
+    return {" ".join(map(str, case)): (of, case) for of, case in its}
+
+
+def said(folder):
+    """What has been said of each case in the records of a folder; "begun": nothing yet."""
+    lines = [line for record in sorted(folder.iterdir()) for line in record.read_text().splitlines()]
+    pairs = [line.rpartition("\t")[::2] for line in lines]
+    ends = {case: what for case, what in pairs if what != "begun"}
+    tried = Counter(case for case, what in pairs if what == "begun")
+    return ends, {case for case, times in tried.items() if case not in ends and times > 1}
+
+
+def work(folder, part, of):
+    """Try each `of`-th case that has no end yet; one that hangs twice ends this process with its stacks."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("decentfn").setLevel(logging.ERROR)
-    counts = Counter()
-    cases = list({"schedules": schedules, "wrappers": wrappers, "resizes": resizes}[what]())[:: int(part)]
-    for case in cases:
-        said = of_resize(case) if what == "resizes" else outcome(case)
-        kind = said if said in FINE else "wrong"
-        counts[kind] += 1
-        if kind != "right" and kind != "not accepted":
-            print(*case, said, flush=True)
-    print(len(cases), dict(counts))
-    return counts["wrong"]
+    ends, hung = said(folder)
+    with open(folder / f"{part}.txt", "a", buffering=1) as record:
+        for i, (text, (try_it, case)) in enumerate(cases().items()):
+            if i % of != part or text in ends or text in hung:
+                continue
+            record.write(f"{text}\tbegun\n")
+            faulthandler.dump_traceback_later(HANGS, exit=True)
+            try:
+                what = try_it(case)
+            except Exception as error:
+                what = f"{type(error).__name__}: {error}"
+            faulthandler.cancel_dump_traceback_later()
+            record.write(f"{text}\t{' '.join(what.split())}\n")
+
+
+def main(folder=None, processes="2"):
+    with tempfile.TemporaryDirectory() as temporary:
+        path, many = Path(folder or temporary), int(processes)
+        path.mkdir(parents=True, exist_ok=True)
+
+        def until_done(part):
+            code = "import sys; from tests.losses import *; work(Path(sys.argv[1]), *map(int, sys.argv[2:]))"
+            command = [sys.executable, "-c", code, str(path), str(part), processes]
+            for _ in range(20):  # a case that has hung is tried twice
+                if not subprocess.run(command).returncode:
+                    break
+
+        threads = [threading.Thread(target=until_done, args=(part,)) for part in range(many)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        ends, hung = said(path)
+    wrong = {case: what for case, what in ends.items() if what not in FINE} | dict.fromkeys(hung, "hung")
+    for case, what in wrong.items():
+        print(case, what)
+    kinds, missing = Counter(what for what in ends.values() if what in FINE), len(cases()) - len(ends) - len(hung)
+    print(len(cases()), "cases:", dict(kinds), len(wrong), "wrong", missing, "not tried")
+    return len(wrong) + missing
 
 
 if __name__ == "__main__":

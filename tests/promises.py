@@ -1,6 +1,6 @@
 """Every algorithm with its defaults on every schedule that it accepts: disagreement, mean and loss.
 
-python -m tests.promises [ALGORITHM ...]        prints the table; exits with 1 if a cell is wrong
+python -m tests.promises [ROW ...]        prints the table; exits with 1 if a cell is wrong
 
 Eight, thirteen and sixteen simulated workers start unequal, in float64. Half of the parameters have no gradient: there
 workers must not disagree more than at the start, and the mean must stay where the equations say so. The others have a
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 import decentfn as df
-from decentfn import compressors
+from decentfn import compressors, topologies
 from decentfn.core import trees
 from decentfn.topologies.registry import of_size
 
@@ -38,7 +38,41 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 """Hyperparameters without a default, and an outer step in every step."""
 
+FORMS: dict[str, dict[str, Any]] = {
+    "gradient_tracking, atc": {"form": "atc"},
+    "gradient_tracking, awc": {"form": "awc"},
+    "gradient_tracking, semi-atc": {"form": "semi-atc"},
+    "adapt_while_communicate, half": {"gamma": 0.5},
+    "adapt_while_communicate, Decent-DP": {"update_at": "mixed"},
+    "adapt_while_communicate, twice": {"gossip_rounds": 2},
+    "stochastic_gradient_push, delayed": {"delay": 1},
+    "asynchronous_gradient_push, every 3": {"every": 3},
+    "asynchronous_diloco, 3 steps": {"inner_steps": 3},
+    "diloco, 4 bits": {"compressor": compressors.quantize(4)},
+    "diloco, SPARTA": {"inner_steps": 4, "fraction": 0.3},
+    "streaming_diloco, 2 bits": {"compressor": compressors.quantize(2)},
+    "decoupled_diloco, 4 bits": {"compressor": compressors.quantize(4)},
+    "sparta, 0.3": {"fraction": 0.3},
+    "slowmo, 3 steps": {"inner_steps": 3},
+    "slowmo, 8 bits": {"compressor": compressors.quantize(8)},
+    "noloco, 3 steps": {"inner_steps": 3},
+    "noloco, 8 bits": {"compressor": compressors.quantize(8)},
+    "noloco, twice": {"gossip_rounds": 2},
+    "gasloc, 3 steps": {"inner_steps": 3},
+    "gasloc, unequal steps": {"inner_steps": [1, 2, 1, 3] * 4},
+    "gasloc, 8 bits": {"compressor": compressors.quantize(8)},
+    "gasloc, twice": {"gossip_rounds": 2},
+    "factored_gossip_diloco, 3 steps": {"inner_steps": 3},
+    "k_gt, 3 steps": {"inner_steps": 3},
+    "k_gt, half": {"inner_steps": 3, "outer_learning_rate": 0.5},
+    "led, 3 steps": {"inner_steps": 3},
+    "choco_sgd, sign": {"compressor": compressors.sign(16), "gamma": 0.1},
+    "deep_squeeze, 8 bits": {"compressor": compressors.quantize(8), "gamma": 0.5},
+}
+"""Other forms of an algorithm, and options of its outer steps; the name up to a comma is the function's."""
+
 EVERYONE = {"all_reduce", "decoupled_diloco", "demo", "diloco", "sparse_loco", "streaming_diloco"}
+EVERYONE |= {form for form in FORMS if form.split(",")[0] in EVERYONE}
 """They average over all workers, who start equal, whatever the topology is."""
 
 MOVES_THE_MEAN = {
@@ -60,7 +94,7 @@ class Cell(NamedTuple):
             what
             for what, is_wrong in (
                 ("disagreement", not self.disagreement <= (1e-12 if name in EVERYONE else 1.01)),
-                ("mean", name not in MOVES_THE_MEAN and not self.mean < 1e-9),
+                ("mean", name.split(",")[0] not in MOVES_THE_MEAN and not self.mean < 1e-9),
                 ("loss", not self.loss < 0.5),
             )
             if is_wrong
@@ -72,14 +106,23 @@ def loss(params: Any, target: torch.Tensor) -> torch.Tensor:
 
 
 def built(name: str, topology: df.Topology, **options: Any) -> df.Algorithm:
-    return getattr(df, name)(loss, df.sgd(0.1), topology, **OPTIONS.get(name, {}), **options)
+    function = name.split(",")[0]
+    given = OPTIONS.get(function, {}) | FORMS.get(name, {}) | options
+    if isinstance(given.get("inner_steps"), list):
+        given["inner_steps"] = given["inner_steps"][: topology.num_workers]
+    return getattr(df, function)(loss, df.sgd(0.1), topology, **given)
 
 
 def schedules(n: int) -> dict[str, df.Topology]:
-    """All registered ones of this size; of those with the same matrices the first."""
+    """All registered ones of this size, and some that others combine; of those with the same matrices the first."""
     found: dict[str, df.Topology] = {}
     seen: set[bytes] = set()
-    for name, topology in of_size(n, local_world_size=4 if n % 4 == 0 else None).items():
+    combined = {
+        f"sampled({n // 2})": topologies.sampled(n, n // 2),
+        "every(3, static-ring)": topologies.every(3, df.topology("static-ring", n)),
+        "lossy(random-matching, 0.2)": topologies.lossy(df.topology("random-matching", n), 0.2),
+    }
+    for name, topology in (of_size(n, local_world_size=4 if n % 4 == 0 else None) | combined).items():
         rounds = [df.mixing_matrix(topology, t) for t in range(topology.period or 8)]
         key = torch.stack(rounds).numpy().tobytes()
         if key not in seen:
@@ -142,14 +185,14 @@ def cells(names: tuple[str, ...], sizes: tuple[int, ...] = SIZES) -> Iterator[tu
 def main() -> None:
     torch.set_num_threads(1)
     failed = 0
-    for name, n, schedule, cell in cells(tuple(sys.argv[1:]) or tuple(df.algorithms.__all__)):
+    for name, n, schedule, cell in cells(tuple(sys.argv[1:]) or (*df.algorithms.__all__, *FORMS)):
         if isinstance(cell, str):
-            print(f"{name:24} {n:3} {schedule:24} refused", flush=True)
+            print(f"{name:36} {n:3} {schedule:28} refused", flush=True)
             continue
         wrong = cell.wrong(name)
         failed += bool(wrong)
         numbers = f"disagreement {cell.disagreement:.1e}  mean {cell.mean:.1e}  loss {cell.loss:.1e}"
-        print(f"{name:24} {n:3} {schedule:24} {numbers}  {'WRONG: ' + ', '.join(wrong) if wrong else ''}", flush=True)
+        print(f"{name:36} {n:3} {schedule:28} {numbers}  {'WRONG: ' + ', '.join(wrong) if wrong else ''}", flush=True)
     print(f"{failed} wrong")
     sys.exit(failed > 0)
 
