@@ -193,7 +193,7 @@ def mean(states):
     for state, w in zip(states, weights, strict=True):
         x = torch.cat([b.double() for b in state.params], -1)
         x = x.view(-1, x.shape[-1])
-        total.append(x * (w.double().view(-1, 1) if weighs else 1))
+        total.append(x * (w.double().view(-1, 1) if weighs and w is not None else 1))
     return torch.cat(total).mean(0)
 
 
