@@ -44,7 +44,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "gradient_tracking, semi-atc": {"form": "semi-atc"},
     "adapt_while_communicate, half": {"gamma": 0.5},
     "adapt_while_communicate, Decent-DP": {"update_at": "mixed"},
-    "adapt_while_communicate, twice": {"gossip_rounds": 2},
     "stochastic_gradient_push, delayed": {"delay": 1},
     "asynchronous_gradient_push, every 3": {"every": 3},
     "asynchronous_diloco, 3 steps": {"inner_steps": 3},

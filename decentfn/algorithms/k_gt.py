@@ -21,6 +21,7 @@ from torch import Tensor
 from decentfn import kit
 from decentfn.algorithms.outer import after_steps, local_steps, progress
 from decentfn.comm import gossip
+from decentfn.core.arguments import require
 
 
 class Memory(NamedTuple):
@@ -58,11 +59,13 @@ def k_gt(
         options: `bucket_mb`, `wire_dtype`, `shared`; see `Options`.
 
     Raises:
-        ValueError: K < 1, η not positive, a push-sum topology.
+        ValueError: K < 1, η not positive, a push-sum topology, one that rests in some rounds.
     """
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
     kit.require_whole("k_gt", inner_steps=inner_steps)
     kit.require_positive("k_gt", outer_learning_rate=outer_learning_rate)
+    rule = "a correction is of K steps, so the topology must mix in every round; for fewer rounds use a larger inner_steps."
+    require(all(map(topology.is_active, topology.steps(64))), "k_gt", rule, topology=topology)
     rate, schedule = (
         kit.as_input("k_gt", "outer_learning_rate", outer_learning_rate),
         after_steps(inner_steps, topology),

@@ -169,6 +169,13 @@ def test_k_gt_refuses_bad_numbers(bad):
         build(df.k_gt, problem(N), RING, **bad)
 
 
+def test_k_gt_refuses_a_schedule_that_rests_since_its_correction_would_be_of_more_than_k_steps():
+    ring = df.topology("static-ring", N)
+    for rests in (df.topologies.every(3, ring), df.topologies.until(80, ring, df.topologies.every(2, ring))):
+        with pytest.raises(ValueError, match=r"k_gt\(topology=.*every\(.*larger inner_steps"):
+            df.k_gt(loss, Sgd(LR), rests)
+
+
 # -- SPARTA -----------------------------------------------------------------------------------------------------------
 
 
