@@ -168,6 +168,8 @@ def plain(tree: PyTree) -> PyTree:
     """
     if torch.compiler.is_dynamo_compiling() or hasattr(type(tree), "__torch_function__"):
         return tree
+    if type(tree) in (list, tuple) and all(type(x) is torch.Tensor for x in tree):
+        return tree
     if isinstance(tree, Mapping) and type(tree) not in _DICTS:
         return {key: plain(value) for key, value in tree.items()}
     if type(tree) in _DICTS or type(tree) in (list, tuple) or hasattr(tree, "_fields"):
