@@ -48,11 +48,19 @@ def plain_step(size: str, **options: Any) -> Callable[[], Any]:
     return step
 
 
-def our_step(size: str, optimizer: Any, transform: Any = lambda step: step, around: Any = None, of: Any = None) -> Any:
+def our_step(
+    size: str,
+    optimizer: Any,
+    transform: Any = lambda step: step,
+    around: Any = None,
+    of: Any = None,
+    batch: Any = None,
+) -> Any:
     params, buffers, loss_fn = df.functional(network(size), mse_loss)
     algorithm = df.adapt_while_communicate(of(loss_fn) if of else loss_fn, optimizer, df.topology("complete", 1))
     init, step = around(algorithm) if around else algorithm
-    state, step, batch, t = init(params, buffers), transform(step), batch_of(size), 0
+    state, step, t = init(params, buffers), transform(step), 0
+    batch = batch or batch_of(size)
 
     def one() -> None:
         nonlocal state, t
@@ -100,6 +108,35 @@ def steps(size: str) -> None:
         "the step without": our_step(size, df.adamw(1e-3)),
     }
     print_rows(around, "the step without")
+
+
+def batches() -> None:
+    """Accumulation over four batches, and one of 1,024 samples: the loss runs as often as in the loop."""
+    module, four, size = network("10M"), [batch_of("10M") for _ in range(4)], "10M"
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+
+    def loop(batches: Any) -> None:
+        optimizer.zero_grad()
+        for x, y in batches:
+            (mse_loss(module(x), y) / len(batches)).backward()
+        optimizer.step()
+
+    def ours(batch: Any, of: Any) -> Callable[[], Any]:
+        return our_step(size, df.adamw(1e-3), of=of, batch=batch)
+
+    calls = {
+        "accumulation over four, 10M, traced, eager": ours(four, df.accumulate),
+        "accumulation over four, 10M, by autograd, eager": ours(four, lambda loss: df.accumulate(df.autograd(loss))),
+        "AdamW loop over four": lambda: loop(four),
+    }
+    print_rows(calls, "AdamW loop over four")
+    large = torch.randn(1024, WIDTHS[size][0]), torch.randn(1024, 1)
+    calls = {
+        "a batch of 1,024, 10M, traced, eager": ours(large, None),
+        "a batch of 1,024, 10M, by autograd, eager": ours(large, df.autograd),
+        "AdamW loop of 1,024": lambda: loop([large]),
+    }
+    print_rows(calls, "AdamW loop of 1,024")
 
 
 def distances() -> None:
@@ -168,6 +205,40 @@ def simulations() -> None:
             state, batch, next(ts)
         )
     print_rows(made | {"8 AdamW loops": lambda: [one() for one in plain]}, "8 AdamW loops")
+
+
+def tiny_simulations() -> None:
+    """64 workers of 1,386 parameters, and 8 runs of 8: beside the step by hand, with `vmap`, leaf by leaf."""
+    from torch.func import functional_call, grad_and_value, vmap
+
+    net = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4), nn.Linear(4, 1), nn.Flatten(0))
+    params, buffers, loss_fn = df.functional(net, mse_loss)
+    batch = torch.randn(64, 8, 16), torch.randn(64, 8)
+    gradient = vmap(grad_and_value(lambda p, x, y: mse_loss(functional_call(net, p, (x,)), y)))
+
+    def by_hand(n: int) -> Callable[[], Any]:
+        x = {name: p.expand(64, *p.shape).contiguous() for name, p in params.items()}
+        left = torch.arange(64).view(-1, n).roll(1, 1).view(-1)
+
+        def one() -> Any:
+            nonlocal x
+            g, loss = gradient(x, *batch)
+            norm = torch.stack([v.flatten(1).square().sum(1) for v in g.values()]).sum(0).sqrt()
+            x = {k: 0.5 * v + 0.5 * v[left] - 0.01 * g[k] for k, v in x.items()}
+            return loss, norm
+
+        return one
+
+    def ours(n: int) -> Callable[[], Any]:
+        init, step = df.adapt_while_communicate(loss_fn, df.sgd(0.01), df.topology("one-peer-exp", n))
+        state, step, ts, given = df.stack(init(params, buffers), n), df.simulate(step, n), itertools.count(), batch
+        if n < 64:
+            state, step = df.stack_runs([state] * (64 // n)), df.sweep(step, 64 // n)
+            given = tuple(x.unflatten(0, (64 // n, n)) for x in batch)
+        return lambda: step(state, given, next(ts))
+
+    print_rows({"`df.simulate`, 64 tiny, eager": ours(64), "by hand, `vmap`": by_hand(64)}, "by hand, `vmap`")
+    print_rows({"`df.sweep`, 8 x 8 tiny, eager": ours(8), "by hand, `vmap`": by_hand(8)}, "by hand, `vmap`")
 
 
 def evaluations() -> None:
@@ -332,7 +403,18 @@ def main() -> None:
     print("| call | here, ms | plain PyTorch, ms | ratio |\n|---|---:|---:|---:|")
     for size in WIDTHS:
         steps(size)
-    for part in (distances, logs, evaluations, simulations, epochs, restoring, states, memory):
+    for part in (
+        batches,
+        distances,
+        logs,
+        evaluations,
+        simulations,
+        tiny_simulations,
+        epochs,
+        restoring,
+        states,
+        memory,
+    ):
         part()
 
 

@@ -160,13 +160,18 @@ def register_node(
         )
 
 
+def is_flat(tree: PyTree) -> bool:
+    """Return True for a plain tensor, or a list or tuple of these."""
+    return type(tree) is torch.Tensor or type(tree) in (list, tuple) and all(type(x) is torch.Tensor for x in tree)
+
+
 def plain(tree: PyTree) -> PyTree:
     """Return the tree with other mappings replaced by dicts, as pytrees do not treat them as nodes.
 
     A mapping with methods of tensors, such as a TensorDict, is kept. A no-op while tracing: `df.compile` has already
     done it.
     """
-    if torch.compiler.is_dynamo_compiling() or hasattr(type(tree), "__torch_function__"):
+    if torch.compiler.is_dynamo_compiling() or hasattr(type(tree), "__torch_function__") or is_flat(tree):
         return tree
     if isinstance(tree, Mapping) and type(tree) not in _DICTS:
         return {key: plain(value) for key, value in tree.items()}

@@ -43,7 +43,7 @@ class Gradient(NamedTuple):
     good: Tensor | None = None
     """0-d bool, True if the gradient is finite; None if it is not checked: the loss is not scaled."""
     norm: Tensor | None = None
-    """Norm of the gradient, 0-d, if it was computed to check the gradient."""
+    """Norm of the gradient, 0-d, if it is known: computed to check the gradient, or in an eager step."""
     weight: Tensor | None = None
     """Worker's weight of this step, 0-d float64 and >= 0; None without `weight`."""
 

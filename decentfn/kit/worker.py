@@ -196,6 +196,8 @@ class Worker:
         if weight is not None:
             g = _weighed(g, weight(g), local.buffers, together)
         if scale is None and not context.guarded:
+            if not torch.compiler.is_dynamo_compiling():  # the norm's squares are freed before there is an update
+                g = g._replace(norm=global_norm(g.grads))
             return g, local._replace(buffers=g.buffers)
         own, norm = _judged(g, together)
         good, local = own, local._replace(buffers=where_good(own, g.buffers, local.buffers))

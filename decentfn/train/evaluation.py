@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from functools import partial
 from numbers import Integral
 from typing import Any
@@ -149,14 +149,18 @@ def _sums(
     totals = [dict[str, tuple[Any, int]]() for _ in replicas]
     sized = ((batch, _size(call, samples, batch)) for batch in batches)
     rounds = _in_step(call, sized, getattr(metric, "partition", sharded.Partition()).tp_size) if is_sharded else sized
-    with closing(rounds), _of_replicas(metric, replicas) as evaluated:
-        for batch, size in rounds:
-            with _evaluating():
-                found = [of(batch) for of in evaluated]
-            for value, total in zip(found, totals, strict=True):
-                for name, x in _values(call, value).items() if size else ():
-                    already, seen = total.get(name, (0, 0))
-                    total[name] = already + size * x, seen + size
+    with closing(rounds), _of_replicas(metric, replicas) as lenders:
+        # What a list holds is there for one replica after another; what is read batch by batch, for all of them at once.
+        by_batch = len(replicas) > 1 and (is_sharded or not isinstance(batches, (list, tuple)))
+        for part in ([one] for one in rounds) if by_batch else [[*rounds] if len(replicas) > 1 else rounds]:
+            for lend, total in zip(lenders, totals, strict=True):
+                with lend() as of:
+                    for batch, size in part:
+                        with _evaluating():
+                            value = of(batch)
+                        for name, x in _values(call, value).items() if size else ():
+                            already, seen = total.get(name, (0, 0))
+                            total[name] = already + size * x, seen + size
     return [{name: [float(x), float(n)] for name, (x, n) in total.items()} for total in totals]
 
 
@@ -169,24 +173,22 @@ def _evaluating() -> Iterator[None]:
         context.evaluates = False
 
 
+_Lender = Callable[[], AbstractContextManager[Callable[[Any], Any]]]
+
+
 @contextmanager
-def _of_replicas(metric: Callable[..., Any], replicas: list[_Replica]) -> Iterator[list[Callable[[Any], Any]]]:
-    """Context with the metric of each replica as a function of batches; a module is lent to one replica once."""
+def _of_replicas(metric: Callable[..., Any], replicas: list[_Replica]) -> Iterator[list[_Lender]]:
+    """Context with, for each replica, a context of its metric as a function of batches: a module is lent to it."""
     if not isinstance(metric, ModuleLoss) or isinstance(metric, ShardedLoss) or replicas[0][1] is None:
         evaluated: Any = _together(metric) if isinstance(metric, ShardedLoss) else metric
         takes_buffers = replicas[0][1] is not None and takes(metric, 3)
-        yield [partial(evaluated, x, b) if takes_buffers else partial(evaluated, x) for x, b in replicas]
+        functions = [partial(evaluated, x, b) if takes_buffers else partial(evaluated, x) for x, b in replicas]
+        yield [partial(nullcontext, of) for of in functions]
         return
-
-    def one(x: PyTree, b: PyTree, batch: Any) -> Any:
-        with with_weights(x, b) as loss_of:
-            return loss_of(batch)
-
     with ExitStack() as stack:
         with _evaluating():
             with_weights = stack.enter_context(swapping(metric))
-        alone = len(replicas) == 1
-        yield [stack.enter_context(with_weights(*r)) if alone else partial(one, *r) for r in replicas]
+        yield [partial(with_weights, *replica) for replica in replicas]
 
 
 def _together(metric: ShardedLoss) -> Callable[..., Any]:

@@ -21,6 +21,7 @@ from decentfn.core.scalars import Numbers, once
 from decentfn.core.trees import PyTree
 from decentfn.optim.schedule_checks import require_schedule
 from decentfn.optim.transforms.transform import Transform, ascending, descending, masked
+from decentfn.torch_private import functorch
 
 Scalar = float | Callable[[Tensor], "Tensor | float"]
 """Number, or function of the count of earlier updates (0-d int64 tensor); see `df.schedules`."""
@@ -188,7 +189,8 @@ def add_decayed_weights(weight_decay: Scalar, mask: Mask | None = None) -> Trans
     def decay(number: Tensor, grads: Buckets, params: Buckets) -> Buckets:
         def one(g: Tensor, x: Tensor) -> Tensor:
             w = wide(g.dtype)
-            return (g.to(w) + number.to(w) * x.to(w)).to(g.dtype)
+            decayed = number.to(w) * x.to(w)
+            return (g.to(w) + decayed if functorch.is_batched(g) else decayed.add_(g)).to(g.dtype)
 
         return each(one, grads, params)
 

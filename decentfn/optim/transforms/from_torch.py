@@ -23,6 +23,7 @@ from decentfn.optim.transforms.torch_form import (
     TRIALS,
     Form,
     Named,
+    Places,
     TorchState,
     named_leaves,
     ones,
@@ -219,15 +220,18 @@ class _Adapter:
         named, own = named_leaves(params), each(torch.clone, grads) if form.writes_gradients else grads
         for (_, p), g in zip(named, own.leaves(), strict=True):
             p.grad = g
-        optimizer = self._restored(form, options, named, state)
+        places = form.places(state)
+        optimizer = self._restored(form, options, named, state, places)
         before, versions = [dict(group) for group in optimizer.param_groups], [g._version for g in grads]
         optimizer.step()
         form.require_known(optimizer, before)
         rule = f"{type(optimizer).__name__} wrote over gradients, which {TRIALS} trial steps did not; clip in its step(), in a class of your own."
         require(versions == [g._version for g in grads], CALL, rule)
-        form.take(optimizer, named, params, state)
+        form.take(optimizer, named, params, state, places)
 
-    def _restored(self, form: Form, options: list[dict[str, Any]] | None, named: Named, state: TorchState) -> Any:
+    def _restored(
+        self, form: Form, options: list[dict[str, Any]] | None, named: Named, state: TorchState, places: Places
+    ) -> Any:
         """Return another optimizer, whose state are views of this one; a scheduler's rates are written there."""
         optimizer = self.optimizer(named, form.plan)
         rated = [group for group in optimizer.param_groups if group.get("lr") is not None]
@@ -235,7 +239,7 @@ class _Adapter:
             lr, value = group["lr"], float(rate.learning_rate)
             group["lr"] = torch.full_like(lr, value) if isinstance(lr, Tensor) else value
         if int(state.count):
-            form.give(optimizer, named, state)
+            form.give(optimizer, named, state, places)
         if options is not None:
             for group, own in zip(optimizer.param_groups, options, strict=True):
                 group.update(own)
@@ -253,7 +257,7 @@ class _Adapter:
         new = Buckets([x.clone() for x in params], plan)
         named = named_leaves(new)
         options = self.options(int(state.count), named, plan) if form.scheduled else None
-        optimizer = self._restored(form, options, named, state)
+        optimizer = self._restored(form, options, named, state, form.places(state))
         optimizer.eval()
         if back:
             for y, x in zip(new, params, strict=True):

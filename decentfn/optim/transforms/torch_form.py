@@ -17,6 +17,7 @@ from decentfn.core.formatting import brief, brief_error
 from decentfn.optim.transforms.basic import RateState, new_count
 
 Named = list[tuple[str, Tensor]]
+Places = list[dict[str, Tensor]]
 
 CALL = "from_torch(make)"
 
@@ -174,25 +175,26 @@ class Form:
                         f"{brief(value)}, which {TRIALS} trial steps did not, so the state has no room for it; please report it."
                     )
 
-    def give(self, optimizer: Any, named: Named, state: TorchState) -> None:
+    def give(self, optimizer: Any, named: Named, state: TorchState, places: Places) -> None:
         """Give the optimizer its state: views of this one."""
-        for (_, p), kinds, own in zip(named, self.kinds, self._places(state), strict=True):
+        for (_, p), kinds, own in zip(named, self.kinds, places, strict=True):
             if own:
                 optimizer.state[p] = {key: kinds[key].restored(own[key]) for key in kinds}
         for group, kinds, own in zip(optimizer.param_groups, self.groups, state.groups, strict=True):
             group.update({key: kind.restored(own[key]) for key, kind in kinds.items()})
 
-    def take(self, optimizer: Any, named: Named, params: Buckets, state: TorchState) -> None:
+    def take(self, optimizer: Any, named: Named, params: Buckets, state: TorchState, places: Places) -> None:
         """Write what the optimizer has put elsewhere over the state and the parameters, and count the step."""
         pairs = [(x, p.data) for x, (_, p) in zip(params.leaves(), named, strict=True)]
-        for (_, p), own in zip(named, self._places(state), strict=True):
-            pairs += [(x, optimizer.state[p][key]) for key, x in own.items()]
+        for (_, p), own in zip(named, places, strict=True):
+            its = optimizer.state[p]
+            pairs += [(x, its[key]) for key, x in own.items() if its[key] is not x]
         for group, own in zip(optimizer.param_groups, state.groups, strict=True):
             pairs += [(x, group[key]) for key, x in own.items()]
         write_over(pairs)
         state.count.add_(1)
 
-    def _places(self, state: TorchState) -> list[dict[str, Tensor]]:
+    def places(self, state: TorchState) -> Places:
         """Return the tensors of each parameter as views of the state."""
         shared = {key: x.unbind() for key, x in state.of_leaves.items()}
         shared |= {key: x.leaves() for key, x in state.of_elements.items()}
