@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.outer import Feedback, Fragments, Nesterov, no_weight, progress
-from decentfn.comm import collectives, gossip
-from decentfn.core import arguments, buckets
+from decentfn.algorithms.outer import Feedback, Fragments, Nesterov, no_weight, progress, rounds
+from decentfn.comm import collectives
+from decentfn.core.arguments import require
 from decentfn.gradient.loss import takes
 
 
@@ -93,74 +93,42 @@ def decoupled_diloco(
     Raises:
         ValueError: a hyperparameter outside its range; from `init`, unequal parameters.
     """
-    worker = kit.Worker(loss_fn, optimizer, topology, **options)
+    n, worker = topology.num_workers, kit.Worker(loss_fn, optimizer, topology, **options)
     weigh = kit.as_weight("decoupled_diloco", weight)
-    kit.require_whole("decoupled_diloco", inner_steps=inner_steps, num_fragments=num_fragments, quorum=quorum)
-    n = topology.num_workers
-    if num_fragments > inner_steps or quorum > n:
-        raise ValueError(
-            f"decoupled_diloco(inner_steps={inner_steps}, num_fragments={num_fragments}, quorum={quorum}): a fragment has "
-            f"a step of its own, so num_fragments <= inner_steps, and there are {n} workers; take more inner steps, or a "
-            "smaller quorum."
-        )
+    kit.require_whole("decoupled_diloco", quorum=quorum)
+    require(quorum <= n, "decoupled_diloco", f"there are {n} workers; take a smaller quorum.", quorum=quorum)
+    is_function = arrives is None or (callable(arrives) and takes(arrives, 2))
+    require(is_function, "decoupled_diloco", "a function of t and the worker.", arrives=arrives)
     nesterov = Nesterov("decoupled_diloco", outer_learning_rate, outer_momentum)
-    is_function = callable(arrives) and takes(arrives, 2)
-    arguments.require(
-        arrives is None or is_function, "decoupled_diloco", "a function of t and the worker.", arrives=arrives
-    )
     feedback = Feedback("decoupled_diloco", compressor, error_decay, worker, options, sends_progress=True)
-    fragments = Fragments(num_fragments, inner_steps, feedback.everyone)
-    schedules = fragments.schedules(-1)
+    fragments = Fragments("decoupled_diloco", num_fragments, inner_steps, feedback.everyone)
 
     def start(x: kit.Buckets) -> Memory:
         tokens, steps = (no_weight(x, num_fragments) for _ in range(2))
         return Memory(kit.copy_wide(x), kit.zeros_like(x), tokens, steps, feedback.start(x))
 
-    def shares(delta: kit.Buckets, tokens: Tensor, steps: Tensor, t: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Return n w_i / Σ_j w_j of each fragment, and whether it is due, [P] bool."""
-        found, dues = [], []
-        for p, (pieces, schedule) in enumerate(zip(fragments.split(list(delta)), schedules, strict=True)):
-            own = torch.stack([tokens[p] ** 2 / steps[p].clamp(min=1), (steps[p] > 0).to(steps.dtype)])
-            own = gossip.beside(pieces, own)
-            weight, trained = gossip.mean(buckets.loose([own]), schedule, t)[0].unbind()
-            found.append(kit.once(torch.where(weight != 0, own[0] / weight, torch.zeros_like(weight))))
-            dues.append(kit.is_active(schedule, t, delta) & (trained > (quorum - 0.5) / n))
-        return found, torch.stack(dues)
+    def count(memory: Memory, weight: Tensor | None) -> Memory:
+        now = torch.ones_like(memory.tokens[0]) if weight is None else weight.to(memory.tokens.dtype)
+        return memory._replace(tokens=memory.tokens + now, steps=memory.steps + (now > 0))
 
-    def merged(
-        phi: kit.Buckets, delta: kit.Buckets, error: kit.Buckets | None, own: list[Tensor], t: Tensor
-    ) -> tuple[kit.Buckets, kit.Buckets | None]:
-        """Return Δ of all fragments, and the error that it leaves; a worker without weight sends zeros."""
-        share = fragments.mask(delta, torch.stack(own))
-        counted = kit.each(lambda d, s: torch.where(s != 0, d, 0.0), delta, share)
-        delta = buckets.with_own(kit.each(lambda d, s: d * s.to(d.dtype), counted, share), counted)
-        fed = None if error is None else kit.each(lambda e, s: torch.where(s != 0, e, 0.0), error, share)
-        posted, left = feedback.post_fragments(fragments, delta, fed, schedules, t)
-        return feedback.mean_of_fragments(fragments, posted, phi), left
-
-    def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
-        theta, (phi, b, tokens, steps, error) = state.params, state.memory
-        g, local = worker.gradient(theta, state.local, batch, t, weight=weigh)
-        u, local = worker.update(g.grads, g, local, theta)
-        theta = kit.unless_bad(kit.add(theta, u), lambda: phi)
-        now = torch.ones_like(tokens[0]) if g.weight is None else g.weight.to(tokens.dtype)
-        tokens, steps = tokens + now, steps + (now > 0)
-        if kit.rests(*schedules):
-            return kit.State(theta, local, Memory(phi, b, tokens, steps, error)), g.metrics
-        is_here = torch.ones_like(now, dtype=torch.bool)
+    def outer(theta: kit.Buckets, memory: Memory, t: Tensor) -> tuple[kit.Buckets, Memory]:
+        phi, b, tokens, steps, error = memory
+        is_here = torch.ones_like(steps[0], dtype=torch.bool)
         if arrives is not None:
-            is_here = arrives(collectives.on_device(now, t), collectives.look_up(now, worker.everyone, t).worker)
-        delta = progress(phi, theta)
-        own, due = shares(delta, tokens * is_here, steps * is_here, t)
-        delta, left = merged(phi, delta, error, own, t)
-        phi_new, b_new = nesterov.step(phi, b, delta, t)
-        mask = fragments.mask(phi, due)
+            is_here = arrives(collectives.on_device(steps, t), collectives.look_up(steps, worker.everyone, t).worker)
+        trained = steps * is_here
+        own = torch.stack([(tokens * is_here) ** 2 / trained.clamp(min=1), (trained > 0).to(steps.dtype)], 1)
+        sent, counts, share_trained = fragments.weighted(progress(phi, theta), own, t)
+        due = fragments.turn(phi, fragments.launches, t) & (share_trained > (quorum - 0.5) / n)
+        mask, mine = fragments.mask(phi, due), fragments.mask(phi, due & is_here)
+        sends = kit.each(torch.logical_and, mask, counts)
+        delta, error = feedback.post_fragments(fragments, phi, sent, error, t, sends)[1]()
+        phi, b = nesterov.step_where(mask, phi, b, delta, t)
         tokens, steps = (torch.where(due & is_here, torch.zeros_like(count), count) for count in (tokens, steps))
-        mine = fragments.mask(phi, due & is_here)
-        error = None if error is None or left is None else kit.where(mine, left, error)
-        memory = Memory(kit.where(mask, phi_new, phi), kit.where(mask, b_new, b), tokens, steps, error)
-        return kit.State(kit.where(mine, phi_new, theta), local, memory), g.metrics
+        return kit.where(mine, phi, theta), Memory(phi, b, tokens, steps, error)
 
+    schedules = fragments.launches
+    step = rounds(worker, schedules, outer, weight=weigh, count=count)
     return worker.algorithm(
         step, start, topology=worker.everyone, schedules=schedules, must_equal=("params",), whole_buckets=True
     )

@@ -13,12 +13,13 @@ default Nesterov's momentum; Δ and the state of v are the worker's own.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple, Unpack
 
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.outer import after_steps, local_steps, progress, require_outer
+from decentfn.algorithms.outer import Arrive, after_steps, local_steps, progress, require_outer
 from decentfn.optim.transforms import sgd
 from decentfn.topologies import nth_round
 
@@ -69,8 +70,9 @@ def factored_gossip_diloco(
     outer_optimizer = sgd(0.7, momentum=0.9, nesterov=True) if outer_optimizer is None else outer_optimizer
     require_outer("factored_gossip_diloco", outer_optimizer)
 
-    def post(memory: Memory, t: Tensor) -> kit.Posted:
-        return worker.post(memory.phi, t, first)
+    def post(theta: kit.Buckets, memory: Memory, t: Tensor) -> tuple[kit.Posted, Arrive]:
+        posted = worker.post(memory.phi, t, first)
+        return posted, partial(kit.collect, posted)
 
     def outer(theta: kit.Buckets, memory: Memory, t: Tensor, phi_hat: kit.Buckets) -> tuple[kit.Buckets, Memory]:
         v, opt = outer_optimizer.update(progress(memory.phi, theta), memory.opt, memory.phi)
@@ -81,5 +83,5 @@ def factored_gossip_diloco(
         phi = kit.copy_wide(x)
         return Memory(phi, outer_optimizer.init(phi))
 
-    step = local_steps(worker, schedule, outer, post)
+    step = local_steps(worker, schedule, outer, post=post)
     return worker.algorithm(step, start, schedules=(schedule,), outer_optimizers=(outer_optimizer,))

@@ -36,28 +36,34 @@ def after_steps(inner_steps: int, topology: kit.Topology) -> kit.Topology:
     return later(inner_steps - 1, every(inner_steps, topology))
 
 
-def local_steps(
+Arrive = Callable[..., Any]
+"""Wait for posted messages, `(after) -> result`, with `after` as for `collect`."""
+
+
+def rounds(
     worker: kit.Worker,
-    schedule: kit.Topology,
+    schedules: Sequence[kit.Topology],
     outer: Callable[..., tuple[kit.Buckets, Any]],
-    post: Callable[[Any, Tensor], kit.Posted] | None = None,
+    *,
+    post: Callable[[kit.Buckets, Any, Tensor], tuple[Any, Arrive]] | None = None,
     weight: kit.Weight | None = None,
+    count: Callable[[Any, Tensor | None], Any] = lambda memory, weight: memory,
     own_steps: Sequence[int] = (),
     correction: Callable[[Any, Tensor], kit.Buckets] | None = None,
     mix: Callable[[kit.Buckets, Tensor], kit.Buckets] = lambda theta, t: theta,
 ) -> Callable[[kit.State, kit.PyTree, Tensor], tuple[kit.State, kit.Metrics]]:
-    """Return the step `θ ← θ + u(θ, g(θ))`, followed by an outer step whenever `schedule` is active.
+    """Return the step `θ ← θ + u(θ, g(θ))`, followed by `outer` unless all schedules rest.
 
     Args:
         worker: the worker; its optimizer is the inner one.
-        schedule: from `after_steps`.
-        outer: the outer step, `(θ, memory, t) -> (θ, memory)`. Its result is taken when it is due. Where t has no
-            value, as in a user's own trace, it is computed in every step. `memory.phi` are the parameters at the start of
-            the round.
-        post: messages `(memory, t) -> Posted` that overlap with the gradient; what they mix to is the fourth argument
-            of `outer`.
+        schedules: of the messages.
+        outer: the outer step, `(θ, memory, t) -> (θ, memory)`, which looks what is due in step t. `memory.phi` are the
+            parameters at the start of the round.
+        post: messages `(θ, memory, t) -> (Posted, arrive)` that overlap with the gradient; `arrive` waits for them, and what it
+            returns is the fourth argument of `outer`.
+        weight: weight of the gradient.
+        count: `(memory, weight) -> memory`, in every step; the weight is None without one.
         own_steps: number of steps that each worker takes before each outer step; none: all.
-        weight: weight of the gradient, which is added to `memory.weight` in every step.
         correction: `(memory, t) -> c`, wide, which is subtracted in every step: `θ ← θ + u - c`.
         mix: `(θ, t) -> θ`, done after every update.
     """
@@ -65,13 +71,13 @@ def local_steps(
 
     def takes_part(theta: kit.Buckets, t: Tensor) -> Tensor:
         """Return True (0-d bool) in the last steps of a round, as many as this worker takes."""
-        number, row = collectives.on_device(theta[0], t), collectives.look_up(theta[0], schedule, t)
+        number, row = collectives.on_device(theta[0], t), collectives.look_up(theta[0], schedules[0], t)
         mine = counts.vector(theta[0]).index_select(0, row.worker.view(1))[0]
         return number % longest >= longest - mine
 
     def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
-        theta, memory = state.params, state.memory
-        posted = None if post is None or kit.rests(schedule) else post(memory, t)
+        theta, memory, rest = state.params, state.memory, kit.rests(*schedules)
+        posted, arrive = (None, None) if post is None or rest else post(theta, memory, t)
         g, local = worker.gradient(theta, state.local, batch, t, after=posted, weight=weight)
         moves = g
         if own_steps:
@@ -81,17 +87,34 @@ def local_steps(
         if correction is not None:
             u = kit.each(lambda u, c: u.to(c.dtype) - c, u, correction(memory, t))
         theta = mix(kit.unless_bad(kit.add(theta, u), lambda: memory.phi), t)
-        if g.weight is not None:
-            memory = memory._replace(weight=memory.weight + g.weight.to(memory.weight.dtype))
-        if kit.rests(schedule):
+        memory = count(memory, g.weight)
+        if rest:
             return kit.State(theta, local, memory), g.metrics
-        due = kit.is_active(schedule, t, theta)
-        mixed = () if posted is None else (kit.collect(posted, after=g.grads),)
-        new, memory_new = outer(theta, memory, t, *mixed)
-        memory = trees.map(lambda old, new: torch.where(due, new.to(old.dtype), old), memory, memory_new)
-        return kit.State(kit.where(due, new, theta), local, memory), g.metrics
+        arrived = () if arrive is None else (arrive(after=g.grads),)
+        theta, memory = outer(theta, memory, t, *arrived)
+        return kit.State(theta, local, memory), g.metrics
 
     return step
+
+
+def local_steps(
+    worker: kit.Worker, schedule: kit.Topology, outer: Callable[..., tuple[kit.Buckets, Any]], **options: Any
+) -> Callable[[kit.State, kit.PyTree, Tensor], tuple[kit.State, kit.Metrics]]:
+    """Return the step of `rounds` whose outer step is of all parameters: its result is taken when `schedule` is active.
+
+    Where t has no value, as in a user's own trace, it is computed in every step. A weight is added to `memory.weight`.
+    """
+
+    def count(memory: Any, weight: Tensor | None) -> Any:
+        return memory if weight is None else memory._replace(weight=memory.weight + weight.to(memory.weight.dtype))
+
+    def when_due(theta: kit.Buckets, memory: Any, t: Tensor, *arrived: Any) -> tuple[kit.Buckets, Any]:
+        due = kit.is_active(schedule, t, theta)
+        new, memory_new = outer(theta, memory, t, *arrived)
+        memory = trees.map(lambda old, new: torch.where(due, new.to(old.dtype), old), memory, memory_new)
+        return kit.where(due, new, theta), memory
+
+    return rounds(worker, (schedule,), when_due, count=count, **options)
 
 
 class Nesterov:
@@ -126,6 +149,13 @@ class Nesterov:
             return kit.each(lambda phi, delta: phi - eta * delta, phi, delta), None
         b = kit.each(lambda b, delta: beta * b + delta, b, delta)
         return kit.each(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b), b
+
+    def step_where(
+        self, mask: kit.Buckets, phi: kit.Buckets, b: kit.Buckets, delta: kit.Buckets, t: Tensor
+    ) -> tuple[kit.Buckets, kit.Buckets]:
+        """Return φ⁺ and b⁺ where the mask is True, else φ and b."""
+        phi_new, b_new = self.step(phi, b, delta, t)
+        return kit.where(mask, phi_new, phi), kit.where(mask, b_new, b)
 
 
 class Feedback:
@@ -215,31 +245,38 @@ class Feedback:
         return kit.repaired(q.posted, kit.add(x, pull), pull), e  # a bad worker sent zeros, so the pull is the mix
 
     def post_fragments(
-        self, fragments: Fragments, x: kit.Buckets, e: kit.Buckets | None, schedules: Sequence[kit.Topology], t: Tensor
-    ) -> tuple[Sequence[Compressed | kit.Posted], kit.Buckets | None]:
-        """Start to send each fragment of x; also return e, which is new where a fragment is due."""
-        plans, wire, fed = x.plan.buckets, self._worker.wire_dtype, x if e is None else self._fed(x, e, t)
-        pairs = zip(fed, plans, strict=True)
-        pieces = [gossip.narrow(b, plan.dtype, wire if plan.is_shared else None) for b, plan in pairs]
-        each = list(zip([loose(f, plans) for f in fragments.split(pieces)], schedules, strict=True))
-        if e is None or self.compressor is None:
-            return [self._worker.post(fragment, t, schedule) for fragment, schedule in each], None
-        several = [post_compressed(fragment, self.compressor, schedule, t) for fragment, schedule in each]
-        left = kit.each(torch.sub, fed, fragments.join([q.sent for q in several], e.plan))
-        return several, kit.where(fragments.mask(e, fragments.turn(e, schedules, t)), left, e)
-
-    def mean_of_fragments(
         self,
         fragments: Fragments,
-        posted: Sequence[Compressed | kit.Posted],
         phi: kit.Buckets,
-        after: Iterable[Tensor] = (),
-    ) -> kit.Buckets:
-        """Wait for all fragments, and return Δ; `after` as for `collect`."""
-        means = [
-            mean_compressed(q, after) if isinstance(q, Compressed) else gossip.collect(q, after=after) for q in posted
-        ]
-        return self.outer_gradient(phi, fragments.join(means, phi.plan))
+        x: kit.Buckets,
+        e: kit.Buckets | None,
+        t: Tensor,
+        sends: kit.Buckets | None = None,
+    ) -> tuple[list[kit.Posted], Arrive]:
+        """Start to send each fragment of x; also return what waits for them, for Δ and e, which is new where this worker sends.
+
+        `sends` is a mask, outside of which no error is fed back; None: of the fragments whose round is in step t.
+        """
+        plans, wire, fed = x.plan.buckets, self._worker.wire_dtype, x if e is None else self._fed(x, e, t)
+        if e is not None and sends is not None:
+            fed = kit.each(lambda fed, sends: torch.where(sends, fed, 0.0), fed, sends)
+        pairs = zip(fed, plans, strict=True)
+        pieces = [gossip.narrow(b, plan.dtype, wire if plan.is_shared else None) for b, plan in pairs]
+        each = list(zip([loose(f, plans) for f in fragments.split(pieces)], fragments.launches, strict=True))
+        if e is None or self.compressor is None:
+            posted = [self._worker.post(fragment, t, schedule) for fragment, schedule in each]
+            waits = [functools.partial(gossip.collect, one) for one in posted]
+        else:
+            several = [post_compressed(fragment, self.compressor, schedule, t) for fragment, schedule in each]
+            left = kit.each(torch.sub, fed, fragments.join([q.sent for q in several], e.plan))
+            sends = fragments.mask(e, fragments.turn(e, fragments.launches, t)) if sends is None else sends
+            e = kit.where(sends, left, e)
+            posted, waits = [q.posted for q in several], [functools.partial(mean_compressed, q) for q in several]
+
+        def arrive(after: Iterable[Tensor] = ()) -> tuple[kit.Buckets, kit.Buckets | None]:
+            return self.outer_gradient(phi, fragments.join([wait(after=after) for wait in waits], phi.plan)), e
+
+        return posted, arrive
 
 
 def mean_compressed(q: Compressed, after: Iterable[Tensor] = ()) -> kit.Buckets:
@@ -276,12 +313,19 @@ def progress(phi: kit.Buckets, theta: kit.Buckets) -> kit.Buckets:
 
 
 class Fragments:
-    """P equal slices of every bucket; fragment p, the p-th slice of each, is due after ⌊(p+1) H / P⌋ steps of H."""
+    """P equal slices of every bucket; fragment p, the p-th slice of each, is due after ⌊(p+1) H / P⌋ steps of H.
 
-    def __init__(self, count: int, inner_steps: int, everyone: kit.Topology) -> None:
+    A fragment is launched in the step in which it is due, or, if `is_late`, in the next one.
+    """
+
+    def __init__(self, call: str, count: int, inner_steps: int, everyone: kit.Topology, is_late: bool = False) -> None:
+        kit.require_whole(call, inner_steps=inner_steps, num_fragments=count)
+        rule = "a fragment has a step of its own, so num_fragments <= inner_steps; take more inner steps."
+        require(count <= inner_steps, call, rule, inner_steps=inner_steps, num_fragments=count)
         self.count = count
         self._offsets = [(p + 1) * inner_steps // count for p in range(count)]
         self._every = every(inner_steps, everyone)
+        self.launches = self.schedules(0 if is_late else -1)
 
     def schedules(self, steps: int) -> list[kit.Topology]:
         """Return each fragment's schedule: its round is `steps` steps after the step in which it is due."""
@@ -304,3 +348,19 @@ class Fragments:
         pairs = zip(due.unbind(), self.split(list(like)), strict=True)
         slices = [[due.expand(piece.shape) for piece in fragment] for due, fragment in pairs]
         return self.join(slices, like.plan)
+
+    def weighted(self, x: kit.Buckets, own: Tensor, t: Tensor) -> tuple[kit.Buckets, kit.Buckets, Tensor]:
+        """Return `x w / mean_j w_j` of each fragment, a mask of where w is not 0, and the mean of a second number, [P].
+
+        `own` are a worker's w and that number, [P, 2], which are exchanged in a fragment's round; all wait for them.
+        """
+        shares, means = [], []
+        for pieces, numbers, schedule in zip(self.split(list(x)), own, self.launches, strict=True):
+            numbers = gossip.beside(pieces, numbers)
+            weight, mean = gossip.mean(loose([numbers]), schedule, t)[0].unbind()
+            shares.append(kit.once(torch.where(weight != 0, numbers[0] / weight, torch.zeros_like(weight))))
+            means.append(mean)
+        share = self.mask(x, torch.stack(shares))
+        counts = kit.each(lambda s: s != 0, share)
+        x = kit.each(lambda x, counts: torch.where(counts, x, 0.0), x, counts)
+        return kit.with_own(kit.each(lambda x, s: x * s.to(x.dtype), x, share), x), counts, torch.stack(means)

@@ -13,15 +13,14 @@ on all workers; p = 0 … P-1: a fragment; Δ: the outer gradient; b: the outer 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.outer import Feedback, Fragments, Nesterov
-from decentfn.comm.gossip.compressed import Compressed
+from decentfn.algorithms.outer import Arrive, Feedback, Fragments, Nesterov, rounds
+from decentfn.core.arguments import require
 
 
 class Memory(NamedTuple):
@@ -81,59 +80,41 @@ def streaming_diloco(
         ValueError: a hyperparameter outside its range; from `init`, a narrow `wire_dtype` and unequal parameters.
     """
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
-    kit.require_whole("streaming_diloco", inner_steps=inner_steps, num_fragments=num_fragments)
     kit.require_whole("streaming_diloco", 0, delay=delay)
     kit.require_fractions("streaming_diloco", alpha=alpha)
-    if num_fragments > inner_steps or delay >= inner_steps:
-        raise ValueError(
-            f"streaming_diloco(inner_steps={inner_steps}, num_fragments={num_fragments}, delay={delay}): a fragment "
-            "has a step of its own and is applied before its next round, so num_fragments <= inner_steps and "
-            "delay < inner_steps; take more inner steps."
-        )
     nesterov = Nesterov("streaming_diloco", outer_learning_rate, outer_momentum)
     feedback = Feedback("streaming_diloco", compressor, error_decay, worker, options)
-    fragments = Fragments(num_fragments, inner_steps, feedback.everyone)
-    launches, arrivals = fragments.schedules(0 if delay else -1), fragments.schedules(delay - 1)
+    fragments = Fragments("streaming_diloco", num_fragments, inner_steps, feedback.everyone, is_late=delay > 0)
+    rule = "a fragment is applied before its next round, so delay < inner_steps; take more inner steps."
+    require(delay < inner_steps, "streaming_diloco", rule, inner_steps=inner_steps, delay=delay)
+    arrivals = fragments.schedules(delay - 1)
 
     def start(x: kit.Buckets) -> Memory:
         waits = torch.zeros(num_fragments, dtype=torch.bool, device=x[0].device) if delay > 1 else None
         delta = kit.zeros_like(x) if delay > 1 else None
         return Memory(kit.copy_wide(x), kit.zeros_like(x), delta, waits, feedback.start(x))
 
-    def launch(theta: kit.Buckets, memory: Memory, t: Tensor) -> tuple[Sequence[Any], kit.Buckets | None]:
-        return feedback.post_fragments(fragments, feedback.to_send(memory.phi, theta), memory.error, launches, t)
+    def launch(theta: kit.Buckets, memory: Memory, t: Tensor) -> tuple[Any, Arrive]:
+        sent = feedback.to_send(memory.phi, theta)
+        return feedback.post_fragments(fragments, memory.phi, sent, memory.error, t)
 
-    def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
-        theta, (phi, b, waiting, waits, error) = state.params, state.memory
-        rest, posted = kit.rests(*launches, *arrivals), []
-        if delay and not rest:
-            posted, error = launch(theta, state.memory, t)
-        under_way = [one.posted if isinstance(one, Compressed) else one for one in posted]
-        g, local = worker.gradient(theta, state.local, batch, t, after=under_way)
-        u, local = worker.update(g.grads, g, local, theta)
-        theta = kit.unless_bad(kit.add(theta, u), lambda: phi)
-        if rest:
-            return kit.State(theta, local, state.memory), g.metrics
-        if not delay:
-            posted, error = launch(theta, state.memory, t)
-        delta = feedback.mean_of_fragments(fragments, posted, phi, after=g.grads)
+    def outer(theta: kit.Buckets, memory: Memory, t: Tensor, arrived: Any = None) -> tuple[kit.Buckets, Memory]:
+        delta, error = launch(theta, memory, t)[1]() if arrived is None else arrived
+        phi, b, waiting, waits, _ = memory
         due = fragments.turn(phi, arrivals, t)
         if waiting is not None and waits is not None:
-            launched = fragments.turn(phi, launches, t)
+            launched = fragments.turn(phi, fragments.launches, t)
             delta = waiting = kit.where(fragments.mask(phi, launched), delta, waiting)
             waits = waits | launched
             due, waits = due & waits, waits & ~due
-        phi_new, b_new = nesterov.step(phi, b, delta, t)
-        theta_new = kit.each(lambda phi, theta: (1 - alpha) * phi + alpha * theta, phi_new, theta)
         mask = fragments.mask(phi, due)
-        memory = Memory(kit.where(mask, phi_new, phi), kit.where(mask, b_new, b), waiting, waits, error)
-        return kit.State(kit.where(mask, theta_new, theta), local, memory), g.metrics
+        phi, b = nesterov.step_where(mask, phi, b, delta, t)
+        theta_new = kit.each(lambda phi, theta: (1 - alpha) * phi + alpha * theta, phi, theta)
+        return kit.where(mask, theta_new, theta), Memory(phi, b, waiting, waits, error)
 
+    schedules = (*fragments.launches, *arrivals)
+    step = rounds(worker, schedules, outer, post=launch if delay else None)
+    equal = ("params",) if feedback.sends_progress else ()
     return worker.algorithm(
-        step,
-        start,
-        topology=worker.everyone,
-        schedules=(*launches, *arrivals),
-        must_equal=("params",) if feedback.sends_progress else (),
-        whole_buckets=True,
+        step, start, topology=worker.everyone, schedules=schedules, must_equal=equal, whole_buckets=True
     )

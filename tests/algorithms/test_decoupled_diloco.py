@@ -8,7 +8,7 @@ import decentfn as df
 from decentfn.core import trees
 from decentfn.testing.ranks import on_kept_ranks
 from tests.algorithms.test_weighted_means import LR, STEPS, N, batch_at, built, run, tokens_at
-from tests.quadratics import Sgd, loss, problem, start
+from tests.quadratics import Sgd, flat, loss, problem, start
 from tests.quadratics import run as run_plain
 
 H, P = 4, 2
@@ -86,6 +86,18 @@ def test_an_absent_worker_changes_only_the_members_of_the_mean():
     absent = run(built(df.decoupled_diloco, **OPTIONS), p, lambda t: tokens_at(t) * (np.arange(N) < 3))
     without = run(built(df.decoupled_diloco, 3, **OPTIONS), others, lambda t: tokens_at(t)[:3])
     np.testing.assert_allclose(absent[:, :3], without, rtol=0, atol=1e-12)
+
+
+def test_a_worker_without_tokens_keeps_the_error_of_what_it_sent_before():
+    p = problem(N, starts_equal=True)
+    made = built(df.decoupled_diloco, inner_steps=H, num_fragments=1, compressor=df.compressors.quantize(2))
+    step, state = df.simulate(made.step, N), start(made, p)
+    for t in range(2 * H):
+        before, trains = flat(state.memory.error), np.array([1.0, 1.0, 1.0, t // H != 1])
+        state, _ = step(state, batch_at(p, t, trains), t)
+        if t == 2 * H - 1:
+            np.testing.assert_array_equal(flat(state.memory.error)[3], before[3])
+            assert np.abs(before[3]).max() > 1e-3
 
 
 def test_preconditions_say_what_to_do():
