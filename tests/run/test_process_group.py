@@ -47,6 +47,9 @@ def environment(monkeypatch):
             r"submitit's local executor started.*RANK=\$SUBMITIT_LOCAL_GLOBALID",
         ),
         ({"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "3"}, "Flux started several"),
+        ({"PET_NODE_RANK": "0", "PET_NNODES": "2"}, r"Trainer started several.*WORLD_SIZE=\$PET_NNODES, LOCAL_RANK=0,"),
+        ({"PET_NODE_RANK": "0", "PET_NNODES": "1:2"}, r"PET_NNODES=1:2.*start them with torchrun"),
+        ({"JOB_COMPLETION_INDEX": "1"}, r"JOB_COMPLETION_INDEX=1: a Job.*RANK=\$JOB_COMPLETION_INDEX.*completions"),
         (
             {"RANK": "0"},
             r"RANK=0, WORLD_SIZE=\(not set\), MASTER_PORT=\(not set\), MASTER_ADDR=\(not set\).*torchrun sets them",
@@ -147,7 +150,15 @@ def test_a_backend_that_cannot_work_is_refused_at_once(environment, variables, b
         df.init(backend=backend)
 
 
-@pytest.mark.parametrize("variables", [{}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, {"SLURM_NTASKS": "4"}])
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
+        {"SLURM_NTASKS": "4"},
+        {"PET_NODE_RANK": "0", "PET_NNODES": "1", "JOB_COMPLETION_INDEX": "0"},
+    ],
+)
 def test_one_process_is_one_worker(environment, variables):
     environment(variables)
     world = df.init()
