@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import decentfn as df
 from decentfn.comm import collectives
 from decentfn.comm.collectives import Channels, Identity, World, membership
 from decentfn.testing import on_ranks
+from decentfn.train import process_group, store
 from tests.ranks import free_port
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -83,6 +85,15 @@ def test_a_store_that_does_not_answer_is_named(environment):
     environment(TORCHRUN | {"RANK": "1"})
     with pytest.raises(df.errors.ExchangeTimeout, match=r"MASTER_ADDR=127.0.0.1, MASTER_PORT=1.*does not answer"):
         df.init(timeout=1)
+
+
+def test_a_torchrun_that_was_killed_before_the_start_is_not_waited_for(environment, monkeypatch):
+    """Its store is there before its processes, so it will not come: they waited for the whole timeout."""
+    environment(TORCHRUN | {"RANK": "1", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "a"})
+    monkeypatch.setattr(store, "_AGENT", timedelta(seconds=1))
+    monkeypatch.setattr(process_group, "end_with_agent", lambda: None)  # nor shall this process end with its parent
+    with pytest.raises(df.errors.ExchangeTimeout, match=r"MASTER_PORT=1: the store of torchrun does not answer"):
+        df.init(timeout=600)
 
 
 def test_a_port_that_accepts_and_is_silent_ends_in_time(environment):
