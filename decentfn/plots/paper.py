@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from decentfn.core.arguments import require
@@ -23,7 +25,15 @@ def blank(call: str, width: float, height: float) -> Figure:
         raise ModuleNotFoundError(
             f"df.plots.{call}: pictures need matplotlib, which is not installed: pip install matplotlib."
         ) from None
-    return Figure(figsize=(width, height), layout="constrained")
+    figure: Any = Figure(figsize=(width, height), layout="constrained")
+    figure._repr_png_ = partial(_png, figure)  # notebooks call it; matplotlib sets their pictures up in pyplot alone
+    return figure
+
+
+def _png(figure: Figure) -> bytes:
+    file = BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()
 
 
 def place(call: str, axes: Any, width: float, height: float) -> tuple[Figure, Axes]:

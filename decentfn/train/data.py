@@ -237,22 +237,17 @@ def epochs(loader: Iterable[Any], num_epochs: int, *, start: int = 0, generators
     """
     require(num_epochs >= 1, "epochs", "a number of epochs, >= 1.", num_epochs=num_epochs)
     require(start >= 0, "epochs", "a step, >= 0.", start=start)
-    if isinstance(loader, Iterator) and num_epochs > 1:
-        raise ValueError(
-            f"epochs(loader={brief(loader)}, {num_epochs}): an iterator ends with its first epoch; pass the DataLoader or a list."
-        )
+    call = f"epochs(loader={brief(loader)}, {num_epochs})"
+    rule = "an iterator ends with its first epoch; pass the DataLoader or a list."
+    require(not isinstance(loader, Iterator) or num_epochs == 1, call, rule)
     if isinstance(getattr(loader, "batch_sampler", None), BatchSampler):
         raise ValueError(
-            f"epochs(loader={brief(loader)}, {num_epochs}): df.data.batch_sampler goes through all epochs by itself, from its "
-            "first_step on: `for t, batch in enumerate(loader, first_step)`."
+            f"{call}: df.data.batch_sampler goes through all epochs by itself, from its first_step on: `for t, batch in "
+            "enumerate(loader, first_step)`."
         )
     for one in generators:
-        require(
-            isinstance(one, GENERATORS),
-            "epochs",
-            "torch.Generator, np.random.Generator or random.Random.",
-            generators=one,
-        )
+        rule = "torch.Generator, np.random.Generator or random.Random."
+        require(isinstance(one, GENERATORS), "epochs", rule, generators=one)
     return Epochs(loader, num_epochs, start, generators)
 
 

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from inspect import isgeneratorfunction
 from itertools import chain
+from operator import length_hint
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ class Epochs(Iterator[tuple[int, Any]]):
         own = [*generators, *(getattr(part, "generator", None) for part in self._parts)]
         self._generators = list({id(one): one for one in own if isinstance(one, GENERATORS)}.values())
         self._loader, self._num_epochs, self._t = loader, num_epochs, start
-        self._size = _length(loader)
+        self._size = length_hint(loader)  # 0 of a stream
         self._epoch = start // self._size if self._size else 0
         self._first = self._epoch * self._size
         """t of the epoch's first batch."""
@@ -178,10 +179,3 @@ class Epochs(Iterator[tuple[int, Any]]):
                 one.setstate(its)
             else:
                 one.bit_generator.state = its
-
-
-def _length(loader: Any) -> int:
-    try:
-        return len(loader)
-    except TypeError:  # also of a DataLoader of a stream
-        return 0

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from decentfn.algorithms.mail import Memory, with_mail
 from decentfn.comm import collectives
@@ -77,16 +78,8 @@ def _until(batches: Iterable[Batch], kind: str, most: float, start: int) -> Iter
 
 def _counter(here: collectives.World) -> Any:
     """Return a function that adds to a number that all ranks share, and returns it."""
-    if here.size == 1:
-        total = [0]
-
-        def add_here(amount: int) -> int:
-            total[0] += amount
-            return total[0]
-
-        return add_here
     here.budgets += 1  # all ranks make the same ones in the same order
-    key, store = f"decentfn budget {here.budgets}", here.store
+    key, store = f"decentfn budget {here.budgets}", here.store if here.size > 1 else HashStore()
 
     def add(amount: int) -> int:
         try:

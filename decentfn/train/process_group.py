@@ -36,6 +36,7 @@ _LAUNCHERS = {
     "MVAPICH": ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),
     "jsrun": ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK"),
     "Flux": ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
+    "Kubeflow's Trainer": ("PET_NODE_RANK", "PET_NNODES", ""),  # torchrun's flags; a pod has one process
 }
 """Other launchers, and their names for RANK, WORLD_SIZE and LOCAL_RANK."""
 
@@ -205,13 +206,20 @@ def _is_launched(environment: Mapping[str, str]) -> bool:
     if environment.get("RANK") or environment.get("WORLD_SIZE"):
         return True
     for launcher, (rank, size, local_rank) in _LAUNCHERS.items():
-        if rank in environment and int(environment.get(size, "1")) > 1:
+        if rank in environment and int(environment.get(size, "1").rpartition(":")[2]) > 1:
             raise ValueError(
                 f"init(): {rank}={environment[rank]} and {size}={environment[size]}: {launcher} started several "
                 "processes, but RANK is not set, so each would train alone; start them with torchrun, or export "
-                f"RANK=${rank}, WORLD_SIZE=${size}, LOCAL_RANK=${local_rank}, MASTER_ADDR and MASTER_PORT in every "
-                f"process (for one process alone, unset {size})."
+                f"RANK=${rank}, WORLD_SIZE=${size}, LOCAL_RANK={local_rank and '$' + local_rank or 0}, MASTER_ADDR and "
+                f"MASTER_PORT in every process (for one process alone, unset {size})."
             )
+    if (index := environment.get("JOB_COMPLETION_INDEX", "0")) != "0":
+        raise ValueError(
+            f"init(): JOB_COMPLETION_INDEX={index}: a Job of Kubernetes started several pods, but RANK is not set, so each "
+            "would train alone; export RANK=$JOB_COMPLETION_INDEX, WORLD_SIZE (its completions), LOCAL_RANK=0, MASTER_ADDR "
+            "(pod 0's name in a headless service) and MASTER_PORT in every pod (for one process alone, unset "
+            "JOB_COMPLETION_INDEX)."
+        )
     return False
 
 
@@ -234,12 +242,12 @@ def _start(backend: str | None, gpus: int, timeout: timedelta) -> None:
     store, rank, size = store_of_run(timeout)
     store.set_timeout(timeout)
     store = fresh_part(store, rank, size, timeout)
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_rank = int(os.environ.get("LOCAL_RANK") or "0")
     # A scheduler may show each process only its own GPU, as number 0.
     index = 0 if gpus == 1 else local_rank
     own = {
         "versions": versions(),
-        "local rank": local_rank,
+        "local rank": os.environ.get("LOCAL_RANK", "(not set)"),
         "gpus": gpus,
         "gpu": _gpu(index) if index < gpus else None,
         "interface": unknown_interface("GLOO_SOCKET_IFNAME"),

@@ -22,6 +22,8 @@ from decentfn.errors import ExchangeTimeout
 
 _Made = TypeVar("_Made")
 
+_AGENT = timedelta(minutes=2)
+"""torchrun has its store before it has processes: one that does not answer this long has been killed."""
 _SLACK_S = 3.0
 """Time for the connection's own error, which knows more, to come first."""
 _POLL_S = 0.005
@@ -30,8 +32,10 @@ _POLL_S = 0.005
 def store_of_run(timeout: timedelta) -> tuple[Store, int, int]:
     """Connect to the store of rank 0, or of torchrun; return it, this rank and the number of processes."""
     place = f"MASTER_ADDR={os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']}"
+    of_agent = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    bound = min(timeout, _AGENT) if of_agent else timeout
     try:
-        return answered(lambda: next(rendezvous("env://", timeout=timeout)), timeout)
+        return answered(lambda: next(rendezvous("env://", timeout=bound)), bound)
     except dist.DistStoreError as error:
         raise ExchangeTimeout(
             f"init(timeout={timeout}) with {place}: WORLD_SIZE={os.environ['WORLD_SIZE']}, and not as many processes came "
@@ -42,8 +46,8 @@ def store_of_run(timeout: timedelta) -> tuple[Store, int, int]:
         if "EADDRINUSE" in str(error):
             raise
         raise ExchangeTimeout(
-            f"init(timeout={timeout}) with {place}: the store of rank 0 does not answer ({brief_error(error)}); are both "
-            "right, does rank 0 run, and is the port open?"
+            f"init(timeout={timeout}) with {place}: the store of {'torchrun' if of_agent else 'rank 0'} does not answer "
+            f"({brief_error(error)}); are both right, does {'it' if of_agent else 'rank 0'} run, and is the port open?"
         ) from error
 
 

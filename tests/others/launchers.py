@@ -110,8 +110,11 @@ def with_a_group(rank: int, folder: str, port: int, **options: Any) -> None:
         dist.destroy_process_group()
 
 
-def of_the_page(packages: str, heading: str, *, special: str = "") -> None:
-    """Register a row: the block under a heading of docs/started_by.md, as it stands, with this program as `training`."""
+def of_the_page(packages: str, heading: str, *, special: str = "", pods: int = 0) -> None:
+    """Register a row: the block under a heading of docs/started_by.md, as it stands, with this program as `training`.
+
+    With `pods` the block is one pod's, which a Job numbers.
+    """
 
     def start(folder: str) -> None:
         page = (ROOT / "docs" / "started_by.md").read_text()
@@ -124,9 +127,13 @@ def of_the_page(packages: str, heading: str, *, special: str = "") -> None:
             patch = "from tests.models.registry import import_package\n\nimport_package('torchvision')\n"  # as above
             Path(here, "sitecustomize.py").write_text(patch)
             script = Path(here, f"start.{language}")
-            script.write_text(block.replace("29500", str(free_port())))
-            path = f"{here}:{ROOT}"
-            run(sys.executable if language == "python" else "bash", script, PYTHONPATH=path, here=here)
+            script.write_text(block.replace("29500", str(free_port())).replace("JOB-0.SERVICE", "127.0.0.1"))
+            command = ["env", "-u", "LOCAL_RANK", sys.executable if language == "python" else "bash", script]
+            start = functools.partial(run, *command, PYTHONPATH=f"{here}:{ROOT}", here=here)
+            if pods:
+                at_once([functools.partial(start, JOB_COMPLETION_INDEX=i) for i in range(pods)])
+            else:
+                start()
 
     def attempt(folder: str) -> None:
         start(folder)
@@ -134,6 +141,13 @@ def of_the_page(packages: str, heading: str, *, special: str = "") -> None:
             raise Differs(f"{found}, torchrun's are {expected}")
 
     launcher(packages, f"{heading}, as on its page", special=special)(attempt)
+
+
+def at_once(starts: list[Callable[[], None]]) -> None:
+    """Call each, like pods that a cluster starts."""
+    with concurrent.futures.ThreadPoolExecutor(len(starts)) as pool:
+        for started in [pool.submit(start) for start in starts]:
+            started.result()
 
 
 def _ends(folder: str) -> list[str]:
@@ -155,6 +169,16 @@ of_the_page("submitit", "submitit", special="`TorchDistributedEnvironment().expo
 of_the_page("mpich", "mpiexec and srun", special="export RANK=$PMI_RANK, WORLD_SIZE=$PMI_SIZE, LOCAL_RANK and MASTER_*")
 of_the_page("pyspark", "Spark", special="a module that is not named `train`")
 of_the_page("torch", "torch.multiprocessing", special="set the variables in the function")
+of_the_page("torch", "Kubernetes", special="an indexed Job: export RANK, WORLD_SIZE and MASTER_*", pods=2)
+
+
+@launcher("torch", "the variables of Kubeflow's PyTorchJob, one process in a pod, without LOCAL_RANK")
+def of_a_pytorch_job(folder: str) -> None:
+    variables = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    pod = functools.partial(run, "env", "-u", "LOCAL_RANK", sys.executable, PROGRAM, folder, **variables)
+    at_once([functools.partial(pod, RANK=i) for i in range(2)])
+    if (found := _ends(folder)) != (expected := _of_torchrun()):
+        raise Differs(f"{found}, torchrun's are {expected}")
 
 
 @launcher("torch", "`torch.multiprocessing.spawn`, a group of one's own", special="`df.init()` takes the group over")

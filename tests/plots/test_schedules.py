@@ -136,3 +136,7 @@ except ModuleNotFoundError as error:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert "pip install matplotlib" in done.stdout, done.stderr
+
+
+def test_a_notebook_shows_the_picture_without_pyplot():
+    assert df.plots.graph(df.topology("ring", 4), 0)._repr_png_().startswith(b"\x89PNG")

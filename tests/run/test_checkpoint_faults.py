@@ -30,7 +30,7 @@ def save_by_two_ranks(directory, step):
 
 def changed_value(value, draw):
     """Another JSON value of the same kind."""
-    if isinstance(value, dict):
+    if isinstance(value, dict) and value:
         key = draw.choice(sorted(value))
         return value | {key: changed_value(value[key], draw)}
     if isinstance(value, list) and value:

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import decentfn as df
 from decentfn.comm import collectives
 from decentfn.comm.collectives import Channels, Identity, World, membership
 from decentfn.testing import on_ranks
+from decentfn.train import process_group, store
 from tests.ranks import free_port
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -47,6 +49,9 @@ def environment(monkeypatch):
             r"submitit's local executor started.*RANK=\$SUBMITIT_LOCAL_GLOBALID",
         ),
         ({"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "3"}, "Flux started several"),
+        ({"PET_NODE_RANK": "0", "PET_NNODES": "2"}, r"Trainer started several.*WORLD_SIZE=\$PET_NNODES, LOCAL_RANK=0,"),
+        ({"PET_NODE_RANK": "0", "PET_NNODES": "1:2"}, r"PET_NNODES=1:2.*start them with torchrun"),
+        ({"JOB_COMPLETION_INDEX": "1"}, r"JOB_COMPLETION_INDEX=1: a Job.*RANK=\$JOB_COMPLETION_INDEX.*completions"),
         (
             {"RANK": "0"},
             r"RANK=0, WORLD_SIZE=\(not set\), MASTER_PORT=\(not set\), MASTER_ADDR=\(not set\).*torchrun sets them",
@@ -80,6 +85,15 @@ def test_a_store_that_does_not_answer_is_named(environment):
     environment(TORCHRUN | {"RANK": "1"})
     with pytest.raises(df.errors.ExchangeTimeout, match=r"MASTER_ADDR=127.0.0.1, MASTER_PORT=1.*does not answer"):
         df.init(timeout=1)
+
+
+def test_a_torchrun_that_was_killed_before_the_start_is_not_waited_for(environment, monkeypatch):
+    """Its store is there before its processes, so it will not come: they waited for the whole timeout."""
+    environment(TORCHRUN | {"RANK": "1", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "a"})
+    monkeypatch.setattr(store, "_AGENT", timedelta(seconds=1))
+    monkeypatch.setattr(process_group, "end_with_agent", lambda: None)  # nor shall this process end with its parent
+    with pytest.raises(df.errors.ExchangeTimeout, match=r"MASTER_PORT=1: the store of torchrun does not answer"):
+        df.init(timeout=600)
 
 
 def test_a_port_that_accepts_and_is_silent_ends_in_time(environment):
@@ -147,7 +161,15 @@ def test_a_backend_that_cannot_work_is_refused_at_once(environment, variables, b
         df.init(backend=backend)
 
 
-@pytest.mark.parametrize("variables", [{}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, {"SLURM_NTASKS": "4"}])
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
+        {"SLURM_NTASKS": "4"},
+        {"PET_NODE_RANK": "0", "PET_NNODES": "1", "JOB_COMPLETION_INDEX": "0"},
+    ],
+)
 def test_one_process_is_one_worker(environment, variables):
     environment(variables)
     world = df.init()

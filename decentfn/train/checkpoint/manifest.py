@@ -41,10 +41,10 @@ def checkpoints(directory: str | Path) -> list[Path]:
     []
     """
     directory = as_path("checkpoints(directory)", directory)
-    return [path for _, _, path in _listed(directory)] if directory.exists() else []
+    return [path for _, _, path in listed(directory)] if directory.exists() else []
 
 
-def _listed(directory: Path) -> list[tuple[int, int, Path]]:
+def listed(directory: Path) -> list[tuple[int, int, Path]]:
     """Return number, step and path of each checkpoint, oldest first."""
     found = [(match, path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name)) and path.is_dir()]
     return sorted((int(match[1]), int(match[2]), path) for match, path in found)
@@ -71,13 +71,8 @@ def best(directory: str | Path) -> Path | None:
 
 def next_name(directory: Path, step: int) -> str:
     """Return the name of the next checkpoint."""
-    numbers = [number for number, _, _ in _listed(directory)]
-    return f"checkpoint-{numbers[-1] + 1 if numbers else 1:06}-step-{step}"
-
-
-def steps(directory: Path) -> list[int]:
-    """Return the steps of the checkpoints of a run's directory, by their names, oldest first."""
-    return [step for _, step, _ in _listed(directory)]
+    number = max((number for number, *_ in listed(directory)), default=0) + 1
+    return f"checkpoint-{number:06}-step-{step}"
 
 
 def encode(content: dict[str, Any]) -> bytes:

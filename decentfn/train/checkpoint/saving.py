@@ -129,13 +129,11 @@ class Saver:
     def _follow(self) -> None:
         """Reconnect after a loss or a join (`df.survive`); a checkpoint of earlier workers is done by then, or will not be."""
         if self._changes != collectives.all_processes().changes:
-            on_all("Saver.save", self._settle)
+            with contextlib.suppress(Exception):  # the log has it
+                self.wait()
+            on_all("Saver.save", lambda: None)
             self._let_go()
             self._connect()
-
-    def _settle(self) -> None:
-        with contextlib.suppress(Exception):  # the log has it
-            self.wait()
 
     def _let_go(self) -> None:
         if self._world is not collectives.all_processes():
@@ -156,10 +154,8 @@ class Saver:
                 restored; in the first call, the directory holds checkpoints, and no process has restored one of them.
             OSError, RuntimeError: on all processes, the previous checkpoint was not written; earlier ones are complete.
         """
-        if self._is_closed:
-            raise ValueError(
-                f"Saver({str(self.directory)!r}).save: it is closed and has released the directory; open another."
-            )
+        rule = "it is closed and has released the directory; open another."
+        require(not self._is_closed, f"Saver({str(self.directory)!r}).save", rule)
         self._follow()
         self.wait()
         content = self._content(state, step, extra, score, copy=True)
@@ -204,7 +200,7 @@ class Saver:
             ) from error
         try:
             files.sweep(self.directory, manifest.UNFINISHED)
-            return manifest.steps(self.directory)
+            return [step for _, step, _ in manifest.listed(self.directory)]
         except BaseException:
             self._lock.release()
             raise
@@ -213,7 +209,7 @@ class Saver:
         made: list[_Content] = []
 
         def make() -> bool:
-            made.append(_content_of(state, step, self._config, extra, score, copy, self._frozen))
+            made.append(self._content_here(state, step, extra, score, copy))
             now, last = made[0].about["step"], files.own.get(self.directory.resolve())
             rule = f"the last checkpoint is of step {last}, and steps count on over all epochs; pass t + 1 (df.data.epochs)."
             require(last is None or now >= last, "save", rule, step=now)
@@ -234,6 +230,48 @@ class Saver:
             )
         files.own[self.directory.resolve()] = made[0].about["step"]
         return made[0]
+
+    def _content_here(self, state: Any, step: int, extra: Any, score: float | None, copy: bool) -> _Content:
+        """Collect what this process writes; with `copy`, the state may change at once. Raises ValueError if it cannot."""
+        if not is_state(state):
+            raise ValueError(
+                f"save(state, step): the state is {brief(state)}; expected a training state, from init(params)."
+            )
+        step = at_least("save", "step", step, 0)
+        here, local = collectives.world(), local_workers(state)
+        first, num_workers = here.worker * local, here.num_workers * local
+        left_out = {f"{BUFFERS}{name}" for name in self._frozen}
+        uncopied = {id(x) for name, x in trees.named_leaves(state) if name in left_out}
+        leaves = leaves_of(
+            trees.map(lambda x: x.detach().to("cpu", copy=copy and id(x) not in uncopied).contiguous(), state)
+        )
+        held = {leaf.name: leaf.values for leaf in leaves if leaf.name in left_out}
+        if unknown := left_out - held.keys():
+            raise ValueError(
+                f"Saver(frozen={brief(sorted(name.removeprefix(BUFFERS) for name in unknown))}): no buffer of the state has such a "
+                "name; loss_fn.frozen has those of df.functional's frozen parameters."
+            )
+        leaves = [leaf for leaf in leaves if leaf.name not in left_out]
+        tensors = {leaf.name: leaf.values for leaf in leaves}
+        places = {leaf.name: place(leaf, first, num_workers) for leaf in leaves}
+        loose = {f"{extras.GENERATOR}{name}": x for name, x in extras.generators(state.params[0].device).items()}
+        about = {
+            "step": step,
+            "num_workers": num_workers,
+            "processes_per_worker": here.processes_per_worker,
+            "algorithm": algorithm_of(state),
+            "topology": state.params.plan.topology,
+            "starts_equal": state.params.plan.starts_equal,
+            "buckets": digest_of_plan(state.params.plan),
+            "config": self._config,
+        }
+        process = {
+            "step": step,
+            "extra": extras.packed(extra, loose),
+            "workers": (first, first + local),
+            "buckets": about["buckets"],
+        }
+        return _Content(tensors, loose, places, held, about, process, _number(score))
 
     def _write_apart(self, content: _Content) -> Path:
         try:
@@ -258,57 +296,6 @@ def _arguments(keep: Any, config: Any) -> Any:
             f"Saver(config=...): JSON holds finite numbers, strings, lists and dicts, and this is {brief(config)}; for NaN "
             "and infinity give None or a string."
         ) from error
-
-
-def _content_of(
-    state: Any,
-    step: int,
-    config: Any,
-    extra: Any,
-    score: float | None,
-    copy: bool,
-    frozen: Collection[str],
-) -> _Content:
-    """Collect what this process writes; with `copy`, the state may change at once. Raises ValueError if it cannot."""
-    if not is_state(state):
-        raise ValueError(
-            f"save(state, step): the state is {brief(state)}; expected a training state, from init(params)."
-        )
-    step = at_least("save", "step", step, 0)
-    here, local = collectives.world(), local_workers(state)
-    first, num_workers = here.worker * local, here.num_workers * local
-    left_out = {f"{BUFFERS}{name}" for name in frozen}
-    uncopied = {id(x) for name, x in trees.named_leaves(state) if name in left_out}
-    leaves = leaves_of(
-        trees.map(lambda x: x.detach().to("cpu", copy=copy and id(x) not in uncopied).contiguous(), state)
-    )
-    held = {leaf.name: leaf.values for leaf in leaves if leaf.name in left_out}
-    if unknown := left_out - held.keys():
-        raise ValueError(
-            f"Saver(frozen={brief(sorted(name.removeprefix(BUFFERS) for name in unknown))}): no buffer of the state has such a "
-            "name; loss_fn.frozen has those of df.functional's frozen parameters."
-        )
-    leaves = [leaf for leaf in leaves if leaf.name not in left_out]
-    tensors = {leaf.name: leaf.values for leaf in leaves}
-    places = {leaf.name: place(leaf, first, num_workers) for leaf in leaves}
-    loose = {f"{extras.GENERATOR}{name}": x for name, x in extras.generators(state.params[0].device).items()}
-    about = {
-        "step": step,
-        "num_workers": num_workers,
-        "processes_per_worker": here.processes_per_worker,
-        "algorithm": algorithm_of(state),
-        "topology": state.params.plan.topology,
-        "starts_equal": state.params.plan.starts_equal,
-        "buckets": digest_of_plan(state.params.plan),
-        "config": config,
-    }
-    process = {
-        "step": step,
-        "extra": extras.packed(extra, loose),
-        "workers": (first, first + local),
-        "buckets": about["buckets"],
-    }
-    return _Content(tensors, loose, places, held, about, process, _number(score))
 
 
 def _number(score: Any) -> float | None:
