@@ -154,8 +154,8 @@ def _shape(device: str, mbit: float | None) -> None:
     if mbit is not None:
         burst = max(16 * 1024, round(mbit * 1e6 / 8 * _BURST_S))
         _run(f"tc qdisc add dev {device} root tbf rate {mbit:g}mbit burst {burst} latency 200ms")
-        # Larger packets than the burst would be cut, and many small ones keep the processor busy.
-        _run(f"ip link set {device} gso_max_size {min(burst, 65536)}")
+        # Larger packets than the burst would be cut, and many small ones keep the processor busy. Their frames' headers count.
+        _run(f"ip link set {device} gso_max_size {min(round(0.95 * burst), 65536)}")
 
 
 def _run(command: str, lines: Sequence[str] = ()) -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import struct
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from fcntl import ioctl
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from statistics import linear_regression, quantiles
-from typing import Any
+from statistics import quantiles
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,7 +30,11 @@ _SECONDS, _LONGEST_S = 7.0, 2.0
 """Time of all rounds, and of one: of the pings and the last messages. The messages before those, which are shorter, take as long."""
 _MB, _AT_MOST_S = 25, 2.0
 """Size of an all-reduce and of an exchange; on a link where they take longer, they are smaller."""
+_COUNTS = 40
+"""Counts of what has arrived, in the time of a rate."""
 _GET_ADDRESS = 0x8915
+_LIBC, _INFO = ctypes.CDLL(None), struct.Struct("=128xQ16xI")
+"""Of Linux's tcp_info: tcpi_bytes_received and tcpi_data_segs_in."""
 
 
 def measure_links(world: World) -> dict[str, Any]:
@@ -36,7 +42,8 @@ def measure_links(world: World) -> dict[str, Any]:
 
     A node is a network namespace of a machine. Pairs of nodes are measured in rounds of disjoint pairs, by one process of
     each, and inside nodes one pair of processes: empty messages, and large ones in both directions at once over one
-    connection and over four, as gossip sends them, over gloo. Of more than 16 nodes, each meets 15.
+    connection and over four, as gossip sends them, over gloo. A rate is that of a pair's fastest moment of 0.05 to 0.25 s. Of
+    more than 16 nodes, each meets 15.
 
     Returns:
         dict, the same on all processes:
@@ -120,7 +127,8 @@ def _disjoint(ranks: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
 
 def _pair(groups: Sequence[Any], peer: int, rank: int, seconds: float) -> dict[str, Any]:
     latencies = quantiles(_latencies(groups[0], peer, rank < peer, seconds / 4), n=100, method="inclusive")
-    one, all_of_them = (_mbit(streams, peer, seconds * share) for streams, share in ((groups[:1], 0.3), (groups, 0.4)))
+    one, size = _mbit(groups[:1], peer, seconds * 0.35, 2**14, 0.0)
+    most, _ = _mbit(groups, peer, seconds * 0.35, size // _STREAMS, one)
     return {
         "from": peer,
         "to": rank,
@@ -128,7 +136,7 @@ def _pair(groups: Sequence[Any], peer: int, rank: int, seconds: float) -> dict[s
         "latency_median_ms": 1e3 * latencies[49],
         "latency_99_ms": 1e3 * latencies[-1],
         "mbit_one_stream": one,
-        "mbit": max(one, all_of_them),
+        "mbit": most,
     }
 
 
@@ -163,38 +171,71 @@ def _hear(group: Any, peer: int) -> Callable[[], float]:
     return wait
 
 
-def _mbit(groups: Sequence[Any], peer: int, seconds: float) -> float:
-    """Return the rate in Mbit/s at which messages arrive while as many are sent.
+def _mbit(groups: Sequence[Any], peer: int, seconds: float, size: int, rate: float) -> tuple[float, int]:
+    """Return the rate in Mbit/s at which messages arrive while as many are sent, at least `rate`, and their size at last.
 
-    They grow until they arrive for so long (what came while a busy process was away arrives at once), and larger ones are no faster.
+    It is that of the fastest third of `seconds`: in others a processor was busy, or a window still grew. Messages grow from
+    `size` until they take half of `seconds`, and larger ones are no faster.
     """
-    size, growth, last = 2**14, 2.0, 0.0
     while True:
         x, inbox = torch.empty(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
-        receives = [[dist.irecv(inbox, peer, group) for _ in range(_MESSAGES)] for group in groups]
-        sends = [dist.isend(x, peer, group) for group in groups for _ in range(_MESSAGES)]
-        with ThreadPoolExecutor(len(groups)) as threads:
-            streams = list(threads.map(_arrivals, receives))
-        _arrivals(sends)
-        end = min(times[-1] for times in streams)  # of the first stream: later ones have the link to themselves
-        times = sorted(t for stream in streams for t in stream if t <= end)
-        lasted, times = times[-1] - times[0], times[len(times) // 4 :]
-        rate = linear_regression(times, range(len(times))).slope * size * 8e-6
-        growth = 8.0 if lasted < seconds / 10 else 2.0 if lasted < seconds or rate > 1.1 * last else 1.0
+        counts = [_arrived()]
+        works = [dist.irecv(inbox, peer, group) for group in groups for _ in range(_MESSAGES)]
+        works += [dist.isend(x, peer, group) for group in groups for _ in range(_MESSAGES)]
+        with ThreadPoolExecutor(1) as thread:
+            waiting = thread.submit(_wait, works)
+            while not waiting.done():
+                wait([waiting], seconds / _COUNTS)
+                counts.append(_arrived())
+        waiting.result()
+        lasted, before = counts[-1].until - counts[0].since, rate
+        if lasted >= seconds / 3:  # the mean, if this kernel does not count
+            rate = max(rate, _fastest(counts, seconds / 3), size * len(works) * 4e-6 / lasted)
+        growth = 8.0 if lasted < seconds / 10 else 2.0 if lasted < seconds / 2 or rate > 1.1 * before else 1.0
         theirs = _hear(groups[0], peer)
         dist.send(torch.tensor([growth]), peer, groups[0])
-        growth, last = max(growth, theirs()), rate
+        growth = max(growth, theirs())
         if growth == 1:
-            return rate
+            return rate, size
         size *= int(growth)
 
 
-def _arrivals(works: Sequence[Any]) -> list[float]:
-    times = []
+def _wait(works: Sequence[Any]) -> None:
     for work in works:
         work.wait()
-        times.append(time.monotonic())
-    return times
+
+
+class _Count(NamedTuple):
+    """What all TCP connections of this process have received, at some time between two."""
+
+    since: float
+    nbytes: int
+    segments: int
+    until: float
+
+
+def _arrived() -> _Count:
+    since, nbytes, segments = time.monotonic(), 0, 0
+    info, size = ctypes.create_string_buffer(_INFO.size), ctypes.byref(ctypes.c_uint(_INFO.size))
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        if _LIBC.getsockopt(descriptor, socket.IPPROTO_TCP, socket.TCP_INFO, info, size) == 0:
+            its = _INFO.unpack(info)
+            nbytes, segments = nbytes + its[0], segments + its[1]
+    return _Count(since, nbytes, segments, time.monotonic())
+
+
+def _fastest(counts: Sequence[_Count], seconds: float) -> float:
+    """Return the largest rate over so many seconds, in Mbit/s; 0 if there were fewer.
+
+    It is that of segments: bytes that wait for a lost one before them are counted when it is there, all at once.
+    """
+    rates = [0.0]
+    for one in counts:
+        at = bisect_left(counts, one.since + seconds, key=lambda other: other.until)
+        if at < len(counts):
+            rates.append((counts[at].segments - one.segments) / (counts[at].until - one.since))
+    first, last = counts[0], counts[-1]
+    return max(rates) * (last.nbytes - first.nbytes) / max(1, last.segments - first.segments) * 8e-6
 
 
 # -- all processes at once --------------------------------------------------------------------------------------------

@@ -1,12 +1,15 @@
 """Measured links are those of the lab, what is wrong with them is named, and a plan reads them."""
 
 import json
+import socket
 import subprocess
 import sys
+import time
 from copy import deepcopy
 from statistics import median
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from decentfn import cli
@@ -59,29 +62,40 @@ def check(mbit, delay_ms, path):
     assert Cluster.measured(path).between.gbit_per_s == pytest.approx(min(mbit) / 1e3, rel=0.15)
 
 
-def rate_of_a_process_that_is_away():
-    """Measured by two ranks that see small messages late and all at once, as on a busy processor."""
-    arrivals, rank = links._arrivals, dist.get_rank()
+@pytest.mark.parametrize("seconds", [0.2, 0.5])
+def test_bytes_that_waited_for_a_lost_segment_and_a_process_that_is_away_are_no_rate(seconds):
+    """1,000 segments of 1,448 bytes per second. At 1 s one is lost: bytes wait for it until 1.5 s. At 2 s nobody counts for 0.3 s."""
+    moments = [t for t in torch.linspace(0, 4, 401).tolist() if not 2 < t < 2.3]
+    counts = [links._Count(t, 1448 * round(1000 * (1 if 1 < t < 1.5 else t)), round(1000 * t), t) for t in moments]
+    assert links._fastest(counts, seconds) == pytest.approx(1000 * 1448 * 8e-6, rel=0.02)
+    late = [one._replace(until=one.since + 0.2 * (i == 200)) for i, one in enumerate(counts)]  # away while it counted
+    assert links._fastest(late, seconds) == pytest.approx(1000 * 1448 * 8e-6, rel=0.02)
+    assert links._fastest(counts[:10], seconds) == 0.0  # too short for a rate
 
-    def seen(works):
-        times, size = arrivals(works), len(calls) // 2  # it receives, then it sends
-        calls.append(1)
-        return [times[-1] + 0.3 + 1e-7 * 2**size * i for i in range(len(times))] if size < 2 else times
 
-    calls: list[int] = []
-    links._arrivals = seen
-    try:
-        return links._mbit([dist.group.WORLD], 1 - rank, 0.02)
-    finally:
-        links._arrivals = arrivals
+def rates_without_counts():
+    links._arrived = lambda: links._Count(now := time.monotonic(), 0, 0, now)
+    return links._mbit([dist.group.WORLD], 1 - dist.get_rank(), 0.02, 2**14, 0.0)
 
 
 @pytest.mark.thorough
-def test_messages_that_seem_to_arrive_at_once_are_no_rate():
+def test_a_kernel_that_does_not_count_has_rates():
     ranks = Ranks(2)
-    rates = ranks.run(rate_of_a_process_that_is_away)
+    rates = ranks.run(rates_without_counts)
     ranks.close()
-    assert max(rates) < 2e5, rates  # at once: 1,000,000 Mbit/s and more
+    assert all(0 < rate < 1e6 and size >= 2**14 for rate, size in rates), rates
+
+
+def test_what_connections_receive_is_counted():
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        connection, _ = server.accept()
+        before = links._arrived()
+        client.sendall(bytes(100_000))
+        assert len(connection.recv(100_000, socket.MSG_WAITALL)) == 100_000
+        after = links._arrived()
+        connection.close()
+    assert before.until <= after.since and before.segments < after.segments <= before.segments + 100
+    assert after.nbytes - before.nbytes == 100_000
 
 
 def four_hosts():
