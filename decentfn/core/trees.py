@@ -142,8 +142,7 @@ def register_node(
 ) -> None:
     """Make `cls` an inner node of pytrees, for optree and for torch (vmap, Dynamo) alike.
 
-    `flatten` returns (children, static context); `unflatten` takes (context, children). `in_c` is an implementation of
-    `flatten` in C, which Dynamo cannot trace.
+    `flatten` returns (children, static context); `in_c` is the same in C, which Dynamo cannot trace.
     """
     _nodes[cls] = (flatten, unflatten)
     optree.register_pytree_node(
@@ -161,11 +160,7 @@ def register_node(
 
 
 def plain(tree: PyTree) -> PyTree:
-    """Return the tree with other mappings replaced by dicts, as pytrees do not treat them as nodes.
-
-    A mapping with methods of tensors, such as a TensorDict, is kept. A no-op while tracing: `df.compile` has already
-    done it.
-    """
+    """Return the tree with other mappings than tensors' (a TensorDict) replaced by dicts; a no-op while tracing."""
     if torch.compiler.is_dynamo_compiling() or hasattr(type(tree), "__torch_function__"):
         return tree
     if isinstance(tree, Mapping) and type(tree) not in _DICTS:
@@ -213,10 +208,7 @@ def named_leaves(tree: PyTree, kind: type | None = None) -> list[tuple[str, Any]
 
 
 def enumerate_leaves(tree: PyTree) -> PyTree:
-    """Replace every leaf by its position: a template that is plain data.
-
-    `fill(template, leaves)` is the inverse. Unlike an optree spec, the template works inside a compiled function.
-    """
+    """Replace every leaf by its position: plain data, unlike an optree spec; `fill(template, leaves)` inverts it."""
     positions = itertools.count()
     return map(lambda leaf: next(positions), tree)
 

@@ -83,13 +83,10 @@ def backward(
     buffers: Sequence[Tensor],
     batch: Any,
 ) -> Backward:
-    """Compute the loss of worker `worker` in step `t`, and its unscaled gradient.
+    """Compute the loss of worker `worker` in step `t`, and its unscaled gradient; of micro-batches with `many`.
 
-    The first call also checks for errors that only values and graphs show: writing through `.data`, parameters from
-    elsewhere. With `many`, the batch is micro-batches, over which the gradient is averaged.
-    The random numbers are keyed by t and the worker, or the number of its tensor-parallel group. `params` are the
-    buckets, `buffers` the leaves of the loss's buffers, `scale` is 0-d: the gradient of `scale * loss` is divided by
-    it.
+    The first call also checks for errors that only values and graphs show. `params` are the buckets, `buffers` the
+    leaves of the loss's buffers; the gradient of `scale * loss`, 0-d, is divided by it.
     """
     plan, is_first, tp_size = form.plan, not form.is_tried, getattr(loss_fn, "partition", Partition()).tp_size
     if is_first and tp_size > 1:
@@ -221,10 +218,7 @@ def _apart(new: Tensor, own: Tensor) -> Tensor:
 
 
 def _without_graph(x: Any) -> Any:
-    """Return a leaf of aux without the graph, in its own memory: a tensor may be the batch's or the state's.
-
-    An object that holds tensors, at any depth, is copied with them; modules and code in it are shared.
-    """
+    """Return a leaf of aux without the graph, in its own memory, with all tensors that it holds at any depth."""
     if isinstance(x, (bool, int, float)):
         return torch.as_tensor(x)
     copies: dict[int, Any] = {}

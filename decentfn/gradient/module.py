@@ -252,10 +252,7 @@ class ShardedLoss(ModuleLoss):
 
     @contextmanager
     def swap(self, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> Iterator[ParameterSwap]:
-        """Context in which the module has these shards.
-
-        They stay in the module, which has its own storage for them; its buffers are restored.
-        """
+        """Context in which the module has these shards, in its own storage; its buffers are restored."""
         with lock_of_module(self.module):
             sharded.own_shards(self.module)
             own = dict(self.module.named_parameters())

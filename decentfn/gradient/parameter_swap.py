@@ -34,8 +34,7 @@ class Entry(NamedTuple):
 class ParameterSwap:
     """Context in which a module's own tensors have these values, through the backward pass; restored at the end.
 
-    Parameters keep their identity for hooks, lists and tied layers, and recomputation in the backward pass sees the
-    same values.
+    Parameters keep their identity for hooks, lists, tied layers and recomputation.
     """
 
     leaves: list[Tensor]

@@ -68,10 +68,7 @@ def around() -> tuple[Any, Any]:
 
 
 def with_side_channel(function: Callable[..., Any], first: Any, batch: Any, *others: Any) -> Any:
-    """Call `function(first, batch, *others)`, a step or a gradient, with `batch` and `aux` through the side channel.
-
-    Its result, or the last part of it, has a loss and an aux.
-    """
+    """Call a step or a gradient with `batch` and aux through the side channel; its result, or last part, has one."""
     outer = _here.values, _here.around
     values = [batch]
     _here.values, _here.around = values, surroundings()

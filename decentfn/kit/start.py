@@ -32,11 +32,7 @@ def lay_out(
     shared: Shared,
     partition: Partition,
 ) -> Buckets:
-    """Copy `params` into buckets, make the process groups and check that all ranks agree. Collective.
-
-    The optimizers' masks are not mixed within a bucket; `topologies` are all of the algorithm's, its own schedule
-    first.
-    """
+    """Copy `params` into buckets, make the groups of all `topologies`, its own first, and compare ranks. Collective."""
     masks = masks_of(*optimizers)
     try:
         _require_as_built(partition)

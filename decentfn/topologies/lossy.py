@@ -66,8 +66,7 @@ def lossy(topology: Topology, probability: float, *, both_ways: bool = True, see
 def arrivals(topology: Topology, age: int, least: int, most: int, seed: int) -> Topology:
     """Return the messages of step t - age that arrive in step t, if each takes from `least` to `most` steps.
 
-    A delay is a function of (seed, step in which the message is sent, link). Each message is in one of the schedules
-    of ages `least` to `most`. The weights of the others stay with the sender.
+    A delay is a function of (seed, step of sending, link). The weights of others stay with the sender.
     """
     _require_links("arrivals", topology, both_ways=False)
 

@@ -94,11 +94,7 @@ def in_place(topology: Topology, workers: Collection[int]) -> Topology:
 
 
 def enlarged(topology: Topology, num_workers: int) -> Topology:
-    """Return the schedule of more workers than a step was compiled for, in its form, as `in_place` does for fewer.
-
-    That is `resized(num_workers)` if it fits. A mean of all in one step stays one if the family's is one for that size. Raises
-    ValueError if none fits.
-    """
+    """Return the schedule of more workers in this one's form, as `in_place`; raise ValueError if none fits."""
     wanted = resized(topology, num_workers).topology
     made = _first_that_fits(topology, num_workers, lambda part: enlarged(part, num_workers), lambda: wanted)
     is_mean = consensus_steps(topology) == consensus_steps(wanted) == 1

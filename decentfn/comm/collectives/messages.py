@@ -41,8 +41,7 @@ _abandoned: list[Call] = []
 def whole_step(t: int, *, donated: bool = False) -> Iterator[World]:
     """Context of a step at `t`: raises at the end if a message was lost, and drains the messages of a step that raises.
 
-    In both cases the next step is refused: the other ranks have taken this step, or wait for its messages, and would
-    misread this rank's next one. `donated`: the step overwrites the state that it is given.
+    Then the next step is refused: the other ranks would misread its messages. `donated`: it overwrites its state.
     """
     here, outer = world(), context.step_world
     session, identity = here.session, here.identity

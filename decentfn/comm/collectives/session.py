@@ -210,10 +210,7 @@ class Board:
     def other_on_board(
         self, group: Any, ranks: Sequence[int], numbers: list[int], x: Tensor, in_step: bool
     ) -> list[int] | None:
-        """Return a rank of a group whose numbers differ, and its numbers; no rank waits for another (`_is_compared`).
-
-        The first rank writes its numbers in place of the last ones, and the others find them there.
-        """
+        """Return a rank of a group whose numbers on the board differ, and its numbers; nobody waits."""
         if self.store is None or not self._is_compared(group, x, in_step):
             return None
         name = f"mean over {list(ranks)}"
@@ -227,10 +224,7 @@ class Board:
         return None if theirs == numbers else [rank, *theirs]
 
     def _is_compared(self, group: Any, x: Tensor, in_step: bool) -> bool:
-        """Return True in a group's first call of a step, and in each call outside steps; not in a group for GPUs only.
-
-        A sum has no tag, and a larger sum on another rank aborts the process.
-        """
+        """Return True in a group's first call of a step, and in all outside: a larger sum aborts others."""
         is_new = not in_step or id(group) not in self.met
         self.met.add(id(group))
         if not is_new or x.device.type == "cpu":

@@ -159,8 +159,7 @@ class World:
     def apart(self) -> World:
         """Return a world of the same processes with separate connections, for another thread outside steps; collective.
 
-        It waits twice as long as this one: a process may notice a step's lost message only at its
-        timeout. Call `let_go` at the end. Its connections end when the processes change.
+        It waits twice as long: a process may notice a lost message only at its timeout. Call `let_go` at the end.
         """
         here = self.identity
         if here.size == 1:
