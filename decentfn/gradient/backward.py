@@ -47,8 +47,7 @@ class Layout:
         self.plan, self.buffers = plan, buffers
         self.changing = tuple(i for name, i in trees.named_leaves(buffers) if name not in frozen)
         self.names = [segment.name for bucket in plan.buckets for segment in bucket.segments]
-        self.is_tried = False
-        """True once the loss has been evaluated without an error."""
+        self.is_tried = False  # True once the loss has been evaluated without an error
 
 
 class _Function:

@@ -50,10 +50,8 @@ class ModuleLoss:
         self.module = module
         self.criterion = criterion
         self.forward = forward
-        self.frozen = frozen
-        """Names of the buffers that are frozen parameters, which the loss does not change."""
-        self.network = network
-        """The module, or a module of it and a criterion with parameters."""
+        self.frozen = frozen  # names of the buffers that are frozen parameters, which the loss does not change
+        self.network = network  # the module, or a module of it and a criterion with parameters
         self._call = f"df.functional({type(module).__name__})"
         self._prefix = "module." if isinstance(network, _WithCriterion) else ""
         self._shapes = _shapes(params), _shapes(buffers)

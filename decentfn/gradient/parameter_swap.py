@@ -37,10 +37,8 @@ class ParameterSwap:
     Parameters keep their identity for hooks, lists, tied layers and recomputation.
     """
 
-    leaves: list[Tensor]
-    """Tensors whose gradients are computed; `gradient(leaf)` returns a leaf's."""
-    constant: dict[str, Tensor]
-    """Tensors that the loss must not change, by name."""
+    leaves: list[Tensor]  # tensors whose gradients are computed; `gradient(leaf)` returns a leaf's
+    constant: dict[str, Tensor]  # tensors that the loss must not change, by name
 
     def __init__(
         self, loss_fn: Any, entries: list[Entry], values: dict[str, Tensor], buffers: dict[str, Tensor]

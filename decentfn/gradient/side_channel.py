@@ -34,8 +34,7 @@ class Outcome(NamedTuple):
 
     loss_dtype: torch.dtype
     aux: Any
-    of_workers: list[Any]
-    """Aux of each worker here."""
+    of_workers: list[Any]  # aux of each worker here
 
 
 class _Here(threading.local):

@@ -66,12 +66,9 @@ class Partition(NamedTuple):
     """Sharing of a worker's parameters between its processes."""
 
     processes: int = 1
-    tp_size: int = 1
-    """Size of a tensor-parallel group: consecutive processes that compute one batch together."""
-    common: frozenset[str] = frozenset()
-    """Names of the leaves that every process of the tensor-parallel group holds."""
-    places: Places = ()
-    """Places of this process's shards of the parameters and of the module's buffers."""
+    tp_size: int = 1  # size of a tensor-parallel group: consecutive processes that compute one batch together
+    common: frozenset[str] = frozenset()  # names of the leaves that every process of the tensor-parallel group holds
+    places: Places = ()  # places of this process's shards of the parameters and of the module's buffers
 
 
 def partition_of(module: nn.Module) -> Partition:

@@ -64,12 +64,9 @@ _ROUNDS = 4096
 class FoundRound(NamedTuple):
     """Round of a step, which `Session.rounds` keeps: it is found once, before the step or by its first operator."""
 
-    topology: Topology
-    """The one that holds now in place of the one that the step was made for."""
-    number: int
-    """Step number."""
-    keys: tuple[Tensor, Tensor]
-    """Handle and t, which are kept so that no other tensors have their identities."""
+    topology: Topology  # the one that holds now in place of the one that the step was made for
+    number: int  # step number
+    keys: tuple[Tensor, Tensor]  # handle and t, which are kept so that no other tensors have their identities
 
     @classmethod
     def of(cls, here: World, handle: Tensor, t: Tensor) -> FoundRound:

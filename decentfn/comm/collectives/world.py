@@ -30,18 +30,13 @@ class World:
     def __init__(self, channels: Channels) -> None:
         self.channels, self.identity = channels, channels.identity
         self.session = Session(channels.identity.rank)
-        self.hooks: tuple[Hooks, ...] = ()
-        """Those of other rooms; without them the processes do not change."""
-        self.agreed = set[str]()
-        """Lines that describe the algorithms of this run, which all processes have compared."""
+        self.hooks: tuple[Hooks, ...] = ()  # those of other rooms; without them the processes do not change
+        self.agreed = set[str]()  # lines that describe the algorithms of this run, which all processes have compared
         self.mailbox: Any = None
         """Mail of steps that wait for nobody (`mailbox.Mailbox`), once the `init` of such an algorithm has opened it."""
-        self.budgets = 0
-        """Number of budgets that the ranks have counted together (`df.data.until`)."""
-        self.counters: list[Any] = []
-        """Active counters of the traffic; see `communication`."""
-        self.adopted = self.channels.group
-        """Default group that this world was made for."""
+        self.budgets = 0  # number of budgets that the ranks have counted together (`df.data.until`)
+        self.counters: list[Any] = []  # active counters of the traffic; see `communication`
+        self.adopted = self.channels.group  # default group that this world was made for
         # Other worlds, if a worker is several processes. No world refers to itself: its groups end when it is released.
         self._all_processes: World | None = None
         self._gossip: World | None = None

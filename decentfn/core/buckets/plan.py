@@ -67,8 +67,7 @@ class Segment:
     start: int
     numel: int
     is_complex: bool = False
-    place: int = 0
-    """Number of the leaf in the order of the user's tree, in which dicts are not sorted."""
+    place: int = 0  # number of the leaf in the order of the user's tree, in which dicts are not sorted
     attributes: Attributes | None = field(default=None, hash=False)  # None for Dynamo, which cannot make empty ones
 
     def leaf(self, numbers: Tensor) -> Tensor:
