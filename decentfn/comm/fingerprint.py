@@ -22,8 +22,7 @@ from decentfn.errors import PlanMismatch
 from decentfn.topologies import Topology
 
 _STEPS_COMPARED = 4
-_TRIED = (0, 1, 10, 100, 1000, 10_000, 100_000)
-"""Steps at which functions of t are compared."""
+_TRIED = (0, 1, 10, 100, 1000, 10_000, 100_000)  # steps at which functions of t are compared
 
 
 def fingerprint(plan: Plan, topology: Topology, device: torch.device, masks: Sequence[Mask] = ()) -> list[str]:

@@ -16,8 +16,7 @@ from decentfn.torch_private.names import PYTREE
 T = TypeVar("T")
 PyTree = Any
 
-_LEAVES = (torch.Tensor, int)
-"""Types that are recognized as leaves without a look-up, so that Dynamo has less to trace."""
+_LEAVES = (torch.Tensor, int)  # types that are recognized as leaves without a look-up, so that Dynamo has less to trace
 
 _DICTS = (dict, OrderedDict, defaultdict)
 

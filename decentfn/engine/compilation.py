@@ -31,11 +31,9 @@ from decentfn.kit.step import Step
 from decentfn.torch_private import inductor
 from decentfn.torch_private.dynamo import guard_everything, prepare
 
-_GRAPHS = 32
-"""Largest number of graphs of a step, for batches of different structures, dtypes and kinds of shapes."""
+_GRAPHS = 32  # largest number of graphs of a step, for batches of different structures, dtypes and kinds of shapes
 
-_SILENT_S = 5.0
-"""Time after which a compilation is announced, also where logging is not configured."""
+_SILENT_S = 5.0  # time after which a compilation is announced, also where logging is not configured
 
 _log = logging.getLogger("decentfn")
 

@@ -23,8 +23,7 @@ from decentfn.kit.step import Step
 
 MODE = "reduce-overhead"
 _CALL = f'compile(step, mode="{MODE}")'
-_FORMS = 32
-"""Number of forms of batches whose recordings are kept."""
+_FORMS = 32  # number of forms of batches whose recordings are kept
 
 
 Recorder = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]

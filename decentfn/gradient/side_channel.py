@@ -43,8 +43,7 @@ class _Here(threading.local):
 
 
 _here = _Here()
-_BATCH = SideChannel(torch.zeros((), dtype=torch.int64))
-"""Batch of the step, which is its first value."""
+_BATCH = SideChannel(torch.zeros((), dtype=torch.int64))  # batch of the step, which is its first value
 
 
 def put(value: Any) -> int:

@@ -21,8 +21,7 @@ from decentfn.optim.schedules import constant
 from decentfn.optim.transforms.basic import Scalar
 from decentfn.topologies import Topology, mixed, mixing_matrix
 
-_TRIED = 500
-"""Steps of a trial, after as many that let other modes fade."""
+_TRIED = 500  # steps of a trial, after as many that let other modes fade
 
 _GROWTH = 4e-4
 """Per step. Sums over 400 steps to a sixth."""

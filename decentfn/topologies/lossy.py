@@ -22,8 +22,7 @@ from decentfn.topologies.rounds import Round, Topology, require_topology
 
 _LOST, _LATE = 0x6C6F7374, 0x6C617465
 """Streams of the draws of links."""
-_CHECKED = 64
-"""Rounds that are checked for symmetry."""
+_CHECKED = 64  # rounds that are checked for symmetry
 
 
 @combination

@@ -22,8 +22,7 @@ from decentfn.topologies.rounds import Edge, Round, Topology, mixing_matrix, req
 ANY_SIZE = "base"
 """A family of any size that is exact in finite time, doubly stochastic and symmetric."""
 
-_TRIED = 64
-"""Number of rounds that are looked at."""
+_TRIED = 64  # number of rounds that are looked at
 
 
 Case = Literal["same family", "another family", "own weights"]

@@ -57,8 +57,7 @@ class Row(NamedTuple):
     given: Tensor  # [K] float64, weights of its messages at the receivers; W[j, i], while `weights` are W[i, j]
 
 
-_ROUNDS = 4096
-"""Most rounds that a session keeps."""
+_ROUNDS = 4096  # most rounds that a session keeps
 
 
 class FoundRound(NamedTuple):

@@ -27,11 +27,9 @@ from decentfn.topologies.rounds import Peers
 _PATIENCE = timedelta(seconds=1)
 """Timeout of each remaining message after a loss: connections are closed, so it has arrived or never will."""
 _NOT_SENT = "not sent, because an earlier message was lost"
-_PATIENCE_OF_ALL_S = 5.0
-"""Total timeout of the messages of a step that was cut short, in seconds."""
+_PATIENCE_OF_ALL_S = 5.0  # total timeout of the messages of a step that was cut short, in seconds
 
-_abandoned: list[Call] = []
-"""Calls whose memory may still be written to."""
+_abandoned: list[Call] = []  # calls whose memory may still be written to
 
 
 # -- a step, complete or cut short -----------------------------------------------------------------------------------

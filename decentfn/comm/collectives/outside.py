@@ -23,8 +23,7 @@ from decentfn.comm.collectives.world import World
 from decentfn.core.context import context
 from decentfn.errors import CallMismatch, RunError
 
-_HEADER = 1024
-"""Bytes of a header."""
+_HEADER = 1024  # bytes of a header
 
 
 @contextmanager

@@ -27,11 +27,9 @@ _log = logging.getLogger("decentfn")
 TAGS = 2**20
 """Modulus of tags: a message's tag is its step modulo this, so that steps do not mix (NCCL has no tags)."""
 
-_EVERY = 256
-"""Interval of compared calls, besides calls 1, 2, 4, 8, ..."""
+_EVERY = 256  # interval of compared calls, besides calls 1, 2, 4, 8, ...
 
-_KEPT = 64 * _EVERY
-"""Number of calls for which a comparison is kept; no rank is that far behind."""
+_KEPT = 64 * _EVERY  # number of calls for which a comparison is kept; no rank is that far behind
 
 
 class Part(NamedTuple):

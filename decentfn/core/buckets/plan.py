@@ -30,8 +30,7 @@ Mask = Callable[[str, tuple[int, ...]], bool]
 _LARGE = 16
 """A leaf of its bucket's size divided by this, or more, is computed apart in a simulation (`BucketPlan.apart`)."""
 
-_OWN_BUCKET = 8
-"""A leaf larger than a bucket's limit divided by this has a bucket of its own."""
+_OWN_BUCKET = 8  # a leaf larger than a bucket's limit divided by this has a bucket of its own
 
 
 class Place(NamedTuple):
