@@ -121,7 +121,8 @@ def compile(
         if is_new := pair is None:
             if donate:
                 require_distinct("compile", state)
-                if mode is None and _is_simulated_here(step, state):
+                is_here = step.had("simulate") is not None and collectives.world().size == 1 and is_state(state)
+                if mode is None and is_here and all(x.device.type == "cpu" for x in state.params):
                     layout = Layout(state, step.by_leaf and not step.is_by_autograd)
             functions = _on_leaves(step, state if layout is None else layout.template, donate)
             pair = [torch.compile(function, **given) for function in functions]
@@ -232,9 +233,3 @@ def _as_it_was(place: Any) -> Tensor:
     if isinstance(place, tuple):
         return place[0]
     return place[0].view(()) if isinstance(place, list) else place
-
-
-def _is_simulated_here(step: Step, state: Any) -> bool:
-    """Return True if all workers of a simulated step are in this process, on the CPU."""
-    is_here = step.had("simulate") is not None and collectives.world().size == 1 and is_state(state)
-    return is_here and all(x.device.type == "cpu" for x in state.params)
