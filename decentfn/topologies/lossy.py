@@ -138,11 +138,7 @@ def _losing(name: str, topology: Topology, lost: Callable[[Tensor, Tensor], Tens
         return Round(sources.masked_fill(gone, -1), destinations.masked_fill(unsent, -1), weights, is_active=active)
 
     return from_rounds(
-        name,
-        topology.num_workers,
-        round_of,
-        period=None,
-        needs_push_sum=topology.needs_push_sum or not both_ways,
+        name, topology.num_workers, round_of, period=None, needs_push_sum=topology.needs_push_sum or not both_ways
     )
 
 

@@ -103,10 +103,7 @@ def enlarged(topology: Topology, num_workers: int) -> Topology:
 
 
 def _first_that_fits(
-    topology: Topology,
-    n: int,
-    of_part: Callable[[Topology], Topology],
-    *candidates: Callable[[], Topology | None],
+    topology: Topology, n: int, of_part: Callable[[Topology], Topology], *candidates: Callable[[], Topology | None]
 ) -> Topology:
     """Return the combination of the parts' schedules, or the first candidate of the topology's form, widened to it."""
     made = recombined(topology, of_part) if topology.family is None else None

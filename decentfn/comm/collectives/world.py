@@ -166,11 +166,7 @@ class World:
         return world
 
     def become(
-        self,
-        *,
-        channels: Channels | None = None,
-        session: Session | None = None,
-        hooks: tuple[Hooks, ...] = (),
+        self, *, channels: Channels | None = None, session: Session | None = None, hooks: tuple[Hooks, ...] = ()
     ) -> None:
         """Replace parts: the session, or the channels with their identity."""
         self.channels = channels or self.channels

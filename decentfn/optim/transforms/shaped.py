@@ -71,11 +71,7 @@ def lamb(
 
 @checks_numbers
 def adafactor(
-    learning_rate: Scalar = 1e-2,
-    decay: float = 0.8,
-    eps: float = 1e-3,
-    clip: float = 1.0,
-    weight_decay: float = 0.0,
+    learning_rate: Scalar = 1e-2, decay: float = 0.8, eps: float = 1e-3, clip: float = 1.0, weight_decay: float = 0.0
 ) -> Transform:
     """Adafactor, whose second moment of a matrix is kept as means over rows and columns, R and C.
 
