@@ -63,15 +63,6 @@ def children(tree: dict[Any, Any]) -> list[Any]:
     return [tree[key] for key in _ordered(tree)]
 
 
-def cloned(tree: PyTree) -> PyTree:
-    """Return the tree with every tensor cloned, as an autograd leaf."""
-
-    def clone(x: Any) -> Any:
-        return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
-
-    return map(clone, tree)
-
-
 def _children(tree: PyTree) -> Sequence[Any] | None:
     """Return a node's children; None for a leaf. With `_like`, a replacement for optree, which Dynamo cannot trace."""
     kind = type(tree)

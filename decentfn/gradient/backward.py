@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from operator import attrgetter
 from types import FunctionType, ModuleType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -118,7 +118,13 @@ def backward(
                     sums = [s + g for s, g in zip(sums, parts, strict=True)] if sums else parts
             if (after := _marks(given.constant, is_first)) != before:
                 pairs = zip(given.constant, before, after, strict=True)
-                _refuse_writing(sorted(name for name, old, new in pairs if new != old))
+                raise RuntimeError(
+                    f"df.autograd(loss_fn): the loss wrote over {brief(sorted(name for name, old, new in pairs if new != old))} of the "
+                    "state, which only the optimizer updates. Clip or normalize trained parameters after the step, with df.with_params, or "
+                    "compute with a clipped copy (of an embedding's weights, in place of max_norm). Frozen ones that the loss moves are "
+                    "named in df.functional(module, ..., overwritten=[...]). The state that the step was given is overwritten: continue "
+                    "from another."
+                )
             new = []
             if form.changing:
                 left = trees.leaves(as_given(given_buffers, given.buffers()))
@@ -189,15 +195,6 @@ def _into_buckets(
 def _marks(tensors: dict[str, Tensor], is_first: bool) -> list[tuple[int, int, str | None]]:
     """Return marks that change if a tensor is overwritten or moved."""
     return [(x._version, x.data_ptr(), digest(x) if is_first else None) for x in tensors.values()]
-
-
-def _refuse_writing(names: list[str]) -> NoReturn:
-    raise RuntimeError(
-        f"df.autograd(loss_fn): the loss wrote over {brief(names)} of the state, which only "
-        "the optimizer updates. Clip or normalize trained parameters after the step, with df.with_params, or compute with a clipped "
-        "copy (of an embedding's weights, in place of max_norm). Frozen ones that the loss moves are named in "
-        "df.functional(module, ..., overwritten=[...]). The state that the step was given is overwritten: continue from another."
-    )
 
 
 def _apart(new: Tensor, own: Tensor) -> Tensor:

@@ -116,10 +116,9 @@ def evaluate(
 
     The gradient of `scale * loss` (0-d, positive) is divided by it, so that small ones are not lost in sixteen bits.
     """
-    plan = params.plan
+    e, plan = _evaluate(loss_fn, params, buffers, batch, t, scale), params.plan
     if plan.processes == 1:
-        return _evaluate(loss_fn, params, buffers, batch, t, scale)
-    e = _evaluate(loss_fn, params, buffers, batch, t, scale)
+        return e
     used = e.used
     if used is not None:  # by any process
         counts = mean_of_processes(each(lambda flag: flag.to(torch.float32), used), plan)
