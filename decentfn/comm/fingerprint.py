@@ -22,15 +22,11 @@ from decentfn.errors import PlanMismatch
 from decentfn.topologies import Topology
 
 _STEPS_COMPARED = 4
-_TRIED = (0, 1, 10, 100, 1000, 10_000, 100_000)
-"""Steps at which functions of t are compared."""
+_TRIED = (0, 1, 10, 100, 1000, 10_000, 100_000)  # steps at which functions of t are compared
 
 
 def fingerprint(plan: Plan, topology: Topology, device: torch.device, masks: Sequence[Mask] = ()) -> list[str]:
-    """Return lines that are equal on two ranks iff version, schedule, device type and the leaves of every mask agree.
-
-    Devices must be of one kind: a rank on gloo and a rank on NCCL would wait for each other.
-    """
+    """Return lines that are equal on two ranks iff version, schedule, device type and the masks' leaves agree."""
     return [
         f"torch {torch.__version__}",
         *_lines_of(topology),
@@ -69,10 +65,7 @@ def describe(name: str, value: Any) -> str:
 
 
 def structure(name: str, value: Any, enclosing: tuple[Any, ...] = ()) -> Iterator[str]:
-    """Describe a transform in lines: its types and functions, and the numbers in the closures of this library's.
-
-    Functions from outside this library are compared by name alone: they may hold a rank's own data.
-    """
+    """Describe a transform: its types and functions' names, and the numbers in closures of this library's."""
     if isinstance(value, (tuple, list)):
         yield f"{name} is a {type(value).__name__} of {len(value)}"
         for key, item in zip(getattr(value, "_fields", range(len(value))), value, strict=True):
@@ -113,12 +106,9 @@ def compare(
     of_tp_group: Sequence[str] = (),
     tp_size: int = 1,
 ) -> None:
-    """Compare `lines` over all ranks, `of_part` over those with one index in their worker, `of_tp_group` in those groups.
+    """Compare `lines` over all ranks, `of_part` over those of one index in their worker, `of_tp_group` in those groups.
 
-    Collective.
-
-    Raises:
-        PlanMismatch: on every rank, naming the first rank and line that differ from most, and the `rule`.
+    Collective. Raises PlanMismatch on every rank, naming the first rank and line that differ from most, and the `rule`.
     """
     world = collectives.all_processes()
     size, here = world.identity.processes_per_worker, world.identity.rank

@@ -32,13 +32,7 @@ from decentfn.optim.transforms import Transform, clip_by_global_norm, partition
 from decentfn.topologies import Round, Topology
 from decentfn.train.consensus import consensus_mean, is_stacked, with_params
 
-__all__ = [
-    "buckets",
-    "clip_by_buckets",
-    "decays",
-    "keep_average",
-    "schedule",
-]
+__all__ = ["buckets", "clip_by_buckets", "decays", "keep_average", "schedule"]
 
 _ALIGNED_TO = 32
 

@@ -125,11 +125,7 @@ def no_such_argument(call: str, name: str, known: Sequence[str]) -> str:
 
 
 def checks_numbers(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a public function so that its `int`, `float` and `bool` arguments are checked for type and finiteness.
-
-    NumPy scalars, fractions and, for integers, 0-d tensors are accepted and converted to Python's types. Other types
-    named by the annotation pass unchanged.
-    """
+    """Decorate a public function: its `int`, `float` and `bool` arguments are checked, and become Python's types."""
     signature = inspect.signature(function)
 
     @wraps(function)

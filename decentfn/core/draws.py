@@ -121,7 +121,6 @@ def worker_seed(seed: int, worker: int, t: int = 0) -> int:
 def torch_draws(t: int, worker: int, part: int = 0) -> Iterator[None]:
     """Seed PyTorch's default generators by (torch's seed, t, worker, part) inside, and restore them on exit.
 
-    If every rank calls `torch.manual_seed(0)`, ranks and steps draw differently, and every run draws the same numbers.
     A nested context uses torch's seed from outside both; the outer one resumes after it.
     """
     outer = context.seed, context.generators

@@ -57,11 +57,7 @@ def number_on(t: Tensor, device: torch.device) -> Tensor:
 
 
 def sent(x: Tensor, device: torch.device) -> Tensor:
-    """Copy `x` from the CPU to a device without waiting. Only for kernels: in a graph, Inductor would reuse the memory.
-
-    The copy reads its own pinned memory. Nothing else references it, and PyTorch's allocator does not reuse it before
-    the copy is done.
-    """
+    """Copy `x` from the CPU to a device without waiting; in kernels only, as Inductor would reuse the memory."""
     return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
 
 
@@ -71,11 +67,7 @@ _once = operator(
 
 
 def once(x: Tensor) -> Tensor:
-    """Store `x` in its own memory, so that a compiled kernel reads it instead of recomputing it for every element.
-
-    Inductor inlines the computation of a scalar (a power, a table look-up) into the loop over a bucket, where it takes
-    longer than the update.
-    """
+    """Store `x` in its own memory: Inductor would compute a scalar (a power, a look-up) again for every element."""
     return _once(x)
 
 
@@ -92,10 +84,7 @@ Otherwise Inductor would use the unrounded values if it finds them in a register
 
 
 class Numbers:
-    """Numbers of a configuration that compiled code reads as an input, so that one graph serves all their values.
-
-    A Python number would be a constant of the graph. They are copied to each other device once.
-    """
+    """Numbers of a configuration, an input of compiled code: Python numbers would be constants of its graph."""
 
     def __init__(self, *values: float) -> None:
         self._values = torch.tensor(values, dtype=torch.float64)

@@ -56,8 +56,7 @@ def over_workers(
 ) -> PyTree:
     """Apply a function of one worker to all workers at once; every leaf of arguments and result has the workers first.
 
-    With `chunk_size`, the parts wrapped by `in_chunks` run for that many workers at a time. Random operations in them
-    are refused, because the workers of one chunk cannot be told from those of another.
+    With `chunk_size`, parts wrapped by `in_chunks` run for so many workers at a time, without random operations.
     """
     one, returned = on_leaves(function, arguments)
     outer = context.chunks

@@ -16,8 +16,7 @@ from decentfn.torch_private.names import PYTREE
 T = TypeVar("T")
 PyTree = Any
 
-_LEAVES = (torch.Tensor, int)
-"""Types that are recognized as leaves without a look-up, so that Dynamo has less to trace."""
+_LEAVES = (torch.Tensor, int)  # types that are recognized as leaves without a look-up, so that Dynamo has less to trace
 
 _DICTS = (dict, OrderedDict, defaultdict)
 
@@ -62,15 +61,6 @@ def map(function: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
 def children(tree: dict[Any, Any]) -> list[Any]:
     """Return the values of a dict in the order of its leaves."""
     return [tree[key] for key in _ordered(tree)]
-
-
-def cloned(tree: PyTree) -> PyTree:
-    """Return the tree with every tensor cloned, as an autograd leaf."""
-
-    def clone(x: Any) -> Any:
-        return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
-
-    return map(clone, tree)
 
 
 def _children(tree: PyTree) -> Sequence[Any] | None:
@@ -142,8 +132,7 @@ def register_node(
 ) -> None:
     """Make `cls` an inner node of pytrees, for optree and for torch (vmap, Dynamo) alike.
 
-    `flatten` returns (children, static context); `unflatten` takes (context, children). `in_c` is an implementation of
-    `flatten` in C, which Dynamo cannot trace.
+    `flatten` returns (children, static context); `in_c` is the same in C, which Dynamo cannot trace.
     """
     _nodes[cls] = (flatten, unflatten)
     optree.register_pytree_node(
@@ -166,11 +155,7 @@ def is_flat(tree: PyTree) -> bool:
 
 
 def plain(tree: PyTree) -> PyTree:
-    """Return the tree with other mappings replaced by dicts, as pytrees do not treat them as nodes.
-
-    A mapping with methods of tensors, such as a TensorDict, is kept. A no-op while tracing: `df.compile` has already
-    done it.
-    """
+    """Return the tree with other mappings than tensors' (a TensorDict) replaced by dicts; a no-op while tracing."""
     if torch.compiler.is_dynamo_compiling() or hasattr(type(tree), "__torch_function__") or is_flat(tree):
         return tree
     if isinstance(tree, Mapping) and type(tree) not in _DICTS:
@@ -218,10 +203,7 @@ def named_leaves(tree: PyTree, kind: type | None = None) -> list[tuple[str, Any]
 
 
 def enumerate_leaves(tree: PyTree) -> PyTree:
-    """Replace every leaf by its position: a template that is plain data.
-
-    `fill(template, leaves)` is the inverse. Unlike an optree spec, the template works inside a compiled function.
-    """
+    """Replace every leaf by its position: plain data, unlike an optree spec; `fill(template, leaves)` inverts it."""
     positions = itertools.count()
     return map(lambda leaf: next(positions), tree)
 

@@ -76,7 +76,10 @@ def _raise_own(step: Step, state: Any, batch: PyTree) -> None:
         def gradient(x: list[Tensor], buffers: PyTree, batch: PyTree) -> tuple[Tensor, ...]:
             return evaluate(loss_fn, Buckets(x, plan), buffers, batch, t).grads.tensors
 
-        given, simulated = trees.cloned((list(state.params), state.buffers, batch)), step.had("simulate")
+        def leaf(x: Any) -> Any:
+            return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+
+        given, simulated = trees.map(leaf, (list(state.params), state.buffers, batch)), step.had("simulate")
         if simulated is None or simulated.size is None:
             gradient(*given)
         else:

@@ -17,8 +17,7 @@ from decentfn.torch_private.inductor import cache_dir, forget_instructions, look
 
 _log = logging.getLogger("decentfn")
 
-_PATIENCE_S = 600.0
-"""Time that a rank waits for another one's compiler before it compiles itself."""
+_PATIENCE_S = 600.0  # time that a rank waits for another one's compiler before it compiles itself
 
 
 def inductor(

@@ -31,11 +31,9 @@ from decentfn.kit.step import Step
 from decentfn.torch_private import inductor
 from decentfn.torch_private.dynamo import guard_everything, prepare
 
-_GRAPHS = 32
-"""Largest number of graphs of a step, for batches of different structures, dtypes and kinds of shapes."""
+_GRAPHS = 32  # largest number of graphs of a step, for batches of different structures, dtypes and kinds of shapes
 
-_SILENT_S = 5.0
-"""Time after which a compilation is announced, also where logging is not configured."""
+_SILENT_S = 5.0  # time after which a compilation is announced, also where logging is not configured
 
 _log = logging.getLogger("decentfn")
 
@@ -123,7 +121,8 @@ def compile(
         if is_new := pair is None:
             if donate:
                 require_distinct("compile", state)
-                if mode is None and _is_simulated_here(step, state):
+                is_here = step.had("simulate") is not None and collectives.world().size == 1 and is_state(state)
+                if mode is None and is_here and all(x.device.type == "cpu" for x in state.params):
                     layout = Layout(state, step.by_leaf and not step.is_by_autograd)
             functions = _on_leaves(step, state if layout is None else layout.template, donate)
             pair = [torch.compile(function, **given) for function in functions]
@@ -234,9 +233,3 @@ def _as_it_was(place: Any) -> Tensor:
     if isinstance(place, tuple):
         return place[0]
     return place[0].view(()) if isinstance(place, list) else place
-
-
-def _is_simulated_here(step: Step, state: Any) -> bool:
-    """Return True if all workers of a simulated step are in this process, on the CPU."""
-    is_here = step.had("simulate") is not None and collectives.world().size == 1 and is_state(state)
-    return is_here and all(x.device.type == "cpu" for x in state.params)

@@ -23,8 +23,7 @@ from decentfn.kit.step import Step
 
 MODE = "reduce-overhead"
 _CALL = f'compile(step, mode="{MODE}")'
-_FORMS = 32
-"""Number of forms of batches whose recordings are kept."""
+_FORMS = 32  # number of forms of batches whose recordings are kept
 
 
 Recorder = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
@@ -49,10 +48,7 @@ def _require_one_process() -> None:
 
 
 def on_device(backend: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a backend of torch.compile that refuses a step that computes with an input on the CPU by other operators.
-
-    The input's values at the time of the recording would be used in all steps.
-    """
+    """Return a backend that refuses an input on the CPU, frozen in a graph, that others' operators compute with."""
 
     def compile_with(graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Callable[..., Any]:
         for node in graph.graph.find_nodes(op="placeholder"):
@@ -88,10 +84,7 @@ def cuda_recorder() -> Recorder:
 def replayed(
     run: Callable[..., tuple[Any, Any]], make_recorder: Callable[[], Recorder]
 ) -> Callable[..., tuple[Any, Any]]:
-    """Return a step's donated `run`, which runs once for each form of batches, is then recorded, and then replayed.
-
-    A state in other memory starts over, with another recorder: PyTorch refuses memory whose graphs are gone.
-    """
+    """Return `run`, run once for each form of batches, then recorded, then replayed; a state elsewhere starts over."""
     place: list[Any] = []
     known: list[tuple[Any, _Recording]] = []
     recorders: list[Recorder] = []

@@ -24,11 +24,7 @@ from decentfn.torch_private import functorch
 
 @checks_numbers
 def simulate(
-    step: Step | Callable[..., Any],
-    num_workers: int,
-    *,
-    chunk_size: int | None = None,
-    arrivals: Trace | None = None,
+    step: Step | Callable[..., Any], num_workers: int, *, chunk_size: int | None = None, arrivals: Trace | None = None
 ) -> Step:
     """Return the step of `num_workers` workers at once: every leaf of state, batch and metrics gains a leading `[N]`.
 

@@ -92,10 +92,7 @@ def _require_runs(what: str, tree: PyTree, num_runs: int) -> None:
 
 
 def _over_runs(function: Callable[..., PyTree], num_runs: int, *arguments: PyTree) -> PyTree:
-    """Apply a function of one run's stacked workers to all runs at once, with the same random numbers in each.
-
-    Every leaf of arguments and result has the runs first. Within it, `context.runs` ends with this run's number.
-    """
+    """Apply a function of one run to all, first in every leaf, with the same random numbers; see `context.runs`."""
     one, returned = on_leaves(function, arguments)
     leaves = trees.leaves(arguments)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from operator import attrgetter
 from types import FunctionType, ModuleType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +47,7 @@ class Layout:
         self.plan, self.buffers = plan, buffers
         self.changing = tuple(i for name, i in trees.named_leaves(buffers) if name not in frozen)
         self.names = [segment.name for bucket in plan.buckets for segment in bucket.segments]
-        self.is_tried = False
-        """True once the loss has been evaluated without an error."""
+        self.is_tried = False  # True once the loss has been evaluated without an error
 
 
 class _Function:
@@ -83,13 +82,10 @@ def backward(
     buffers: Sequence[Tensor],
     batch: Any,
 ) -> Backward:
-    """Compute the loss of worker `worker` in step `t`, and its unscaled gradient.
+    """Compute the loss of worker `worker` in step `t`, and its unscaled gradient; of micro-batches with `many`.
 
-    The first call also checks for errors that only values and graphs show: writing through `.data`, parameters from
-    elsewhere. With `many`, the batch is micro-batches, over which the gradient is averaged.
-    The random numbers are keyed by t and the worker, or the number of its tensor-parallel group. `params` are the
-    buckets, `buffers` the leaves of the loss's buffers, `scale` is 0-d: the gradient of `scale * loss` is divided by
-    it.
+    The first call also checks for errors that only values and graphs show. `params` are the buckets, `buffers` the
+    leaves of the loss's buffers; the gradient of `scale * loss`, 0-d, is divided by it.
     """
     plan, is_first, tp_size = form.plan, not form.is_tried, getattr(loss_fn, "partition", Partition()).tp_size
     if is_first and tp_size > 1:
@@ -122,7 +118,13 @@ def backward(
                     sums = [s + g for s, g in zip(sums, parts, strict=True)] if sums else parts
             if (after := _marks(given.constant, is_first)) != before:
                 pairs = zip(given.constant, before, after, strict=True)
-                _refuse_writing(sorted(name for name, old, new in pairs if new != old))
+                raise RuntimeError(
+                    f"df.autograd(loss_fn): the loss wrote over {brief(sorted(name for name, old, new in pairs if new != old))} of the "
+                    "state, which only the optimizer updates. Clip or normalize trained parameters after the step, with df.with_params, or "
+                    "compute with a clipped copy (of an embedding's weights, in place of max_norm). Frozen ones that the loss moves are "
+                    "named in df.functional(module, ..., overwritten=[...]). The state that the step was given is overwritten: continue "
+                    "from another."
+                )
             new = []
             if form.changing:
                 left = trees.leaves(as_given(given_buffers, given.buffers()))
@@ -195,15 +197,6 @@ def _marks(tensors: dict[str, Tensor], is_first: bool) -> list[tuple[int, int, s
     return [(x._version, x.data_ptr(), digest(x) if is_first else None) for x in tensors.values()]
 
 
-def _refuse_writing(names: list[str]) -> NoReturn:
-    raise RuntimeError(
-        f"df.autograd(loss_fn): the loss wrote over {brief(names)} of the state, which only "
-        "the optimizer updates. Clip or normalize trained parameters after the step, with df.with_params, or compute with a clipped "
-        "copy (of an embedding's weights, in place of max_norm). Frozen ones that the loss moves are named in "
-        "df.functional(module, ..., overwritten=[...]). The state that the step was given is overwritten: continue from another."
-    )
-
-
 def _apart(new: Tensor, own: Tensor) -> Tensor:
     """Copy a new buffer into its own memory, with the old one's layout."""
     new = trees.unclassed(new)
@@ -221,10 +214,7 @@ def _apart(new: Tensor, own: Tensor) -> Tensor:
 
 
 def _without_graph(x: Any) -> Any:
-    """Return a leaf of aux without the graph, in its own memory: a tensor may be the batch's or the state's.
-
-    An object that holds tensors, at any depth, is copied with them; modules and code in it are shared.
-    """
+    """Return a leaf of aux without the graph, in its own memory, with all tensors that it holds at any depth."""
     if isinstance(x, (bool, int, float)):
         return torch.as_tensor(x)
     copies: dict[int, Any] = {}

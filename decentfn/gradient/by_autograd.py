@@ -139,10 +139,7 @@ def _gradient_of_hidden(
 
 @constant_while_traced
 def _remember(name: str, plan: Plan, buffers: list[PyTree]) -> tuple[int, tuple[int, ...]]:
-    """Store a layout during tracing; return its number, and the indices of the buffers that the loss changes.
-
-    `buffers` is a list of one tree: Dynamo makes constants of an OrderedDict or a NamedTuple only inside a container.
-    """
+    """Store a layout; return its number, and the changing buffers' indices. `buffers` is a list for Dynamo."""
     loss_fn, (template,) = by_handle(name), buffers
     for index, layout in enumerate(loss_fn.layouts):
         if layout.buffers == template and (layout.plan is plan or layout.plan == plan):
@@ -168,10 +165,7 @@ def _kernel(
     buffers: Sequence[Tensor],
     after: Tensor | None,
 ) -> list[Tensor]:
-    """Return `[loss, number of aux, *grads, *changing buffers, *used]`, with a first axis of workers under `vmap`.
-
-    `used` has one flag per leaf; absent if `leaves` is 0.
-    """
+    """Return `[loss, number of aux, *grads, *changing buffers, *used]`, workers first; `used` if `leaves`."""
     loss_fn, data, here = by_handle(handle), value(batch), context.step_world or world()
     form = loss_fn.layouts[layout]
     with loss_fn.lock:

@@ -104,10 +104,7 @@ def tell_of_batch(error: Exception, loss_fn: LossFn | None, batch: PyTree) -> No
 
 
 def lock_of(loss_fn: LossFn | None) -> AbstractContextManager[Any]:
-    """Return the lock of the loss's module, so that no other thread evaluates it while a compiled, traced step runs.
-
-    The autograd operator holds the lock by itself.
-    """
+    """Return the lock of the module of a traced loss, for compiled steps; the autograd operator takes it by itself."""
     inner, around = (None, ()) if loss_fn is None else unwrapped(loss_fn)
     return lock_of_module(inner.module) if isinstance(inner, ModuleLoss) and ByAutograd not in around else nullcontext()
 
@@ -115,23 +112,13 @@ def lock_of(loss_fn: LossFn | None) -> AbstractContextManager[Any]:
 def evaluate(
     loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree, t: Tensor, scale: Tensor | None = None
 ) -> Gradient:
-    """Compute the loss and its gradient at `params`, which the loss sees as the user's tree.
+    """Compute the loss and its gradient at `params`, seen as the user's tree; averaged over a worker's processes.
 
-    If a worker is several processes, the result is averaged over them.
-
-    Args:
-        loss_fn: a loss, possibly accumulated.
-        params: buckets.
-        buffers: the tree that the loss takes and returns; None for a loss without.
-        batch: the batch of the loss.
-        t: the step, 0-d int64 on the CPU; a key of the operator's random numbers.
-        scale: 0-d, positive: the gradient of `scale * loss` is computed and divided by it, so that small gradients
-            are not lost in sixteen-bit arithmetic within the loss; an overflow makes it infinite or NaN.
+    The gradient of `scale * loss` (0-d, positive) is divided by it, so that small ones are not lost in sixteen bits.
     """
-    plan = params.plan
+    e, plan = _evaluate(loss_fn, params, buffers, batch, t, scale), params.plan
     if plan.processes == 1:
-        return _evaluate(loss_fn, params, buffers, batch, t, scale)
-    e = _evaluate(loss_fn, params, buffers, batch, t, scale)
+        return e
     used = e.used
     if used is not None:  # by any process
         counts = mean_of_processes(each(lambda flag: flag.to(torch.float32), used), plan)

@@ -23,8 +23,7 @@ from decentfn.core.formatting import brief
 def no_other_weights(loss: Tensor) -> Iterator[None]:
     """Context of a loss's backward pass: raise if a module's own parameters take part in it.
 
-    A loss that calls `torch.func.functional_call` restores the module's own weights before the backward pass;
-    activation checkpointing then computes with those.
+    Activation checkpointing computes with them if `torch.func.functional_call` has restored them before.
     """
     others = [x for x in _leaves(loss) if _is_trained(x)]
     hook = register_module_forward_pre_hook(

@@ -50,10 +50,8 @@ class ModuleLoss:
         self.module = module
         self.criterion = criterion
         self.forward = forward
-        self.frozen = frozen
-        """Names of the buffers that are frozen parameters, which the loss does not change."""
-        self.network = network
-        """The module, or a module of it and a criterion with parameters."""
+        self.frozen = frozen  # names of the buffers that are frozen parameters, which the loss does not change
+        self.network = network  # the module, or a module of it and a criterion with parameters
         self._call = f"df.functional({type(module).__name__})"
         self._prefix = "module." if isinstance(network, _WithCriterion) else ""
         self._shapes = _shapes(params), _shapes(buffers)
@@ -252,10 +250,7 @@ class ShardedLoss(ModuleLoss):
 
     @contextmanager
     def swap(self, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> Iterator[ParameterSwap]:
-        """Context in which the module has these shards.
-
-        They stay in the module, which has its own storage for them; its buffers are restored.
-        """
+        """Context in which the module has these shards, in its own storage; its buffers are restored."""
         with lock_of_module(self.module):
             sharded.own_shards(self.module)
             own = dict(self.module.named_parameters())

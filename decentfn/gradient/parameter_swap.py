@@ -34,14 +34,11 @@ class Entry(NamedTuple):
 class ParameterSwap:
     """Context in which a module's own tensors have these values, through the backward pass; restored at the end.
 
-    Parameters keep their identity for hooks, lists and tied layers, and recomputation in the backward pass sees the
-    same values.
+    Parameters keep their identity for hooks, lists, tied layers and recomputation.
     """
 
-    leaves: list[Tensor]
-    """Tensors whose gradients are computed; `gradient(leaf)` returns a leaf's."""
-    constant: dict[str, Tensor]
-    """Tensors that the loss must not change, by name."""
+    leaves: list[Tensor]  # tensors whose gradients are computed; `gradient(leaf)` returns a leaf's
+    constant: dict[str, Tensor]  # tensors that the loss must not change, by name
 
     def __init__(
         self, loss_fn: Any, entries: list[Entry], values: dict[str, Tensor], buffers: dict[str, Tensor]

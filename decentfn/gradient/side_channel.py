@@ -34,8 +34,7 @@ class Outcome(NamedTuple):
 
     loss_dtype: torch.dtype
     aux: Any
-    of_workers: list[Any]
-    """Aux of each worker here."""
+    of_workers: list[Any]  # aux of each worker here
 
 
 class _Here(threading.local):
@@ -44,8 +43,7 @@ class _Here(threading.local):
 
 
 _here = _Here()
-_BATCH = SideChannel(torch.zeros((), dtype=torch.int64))
-"""Batch of the step, which is its first value."""
+_BATCH = SideChannel(torch.zeros((), dtype=torch.int64))  # batch of the step, which is its first value
 
 
 def put(value: Any) -> int:
@@ -68,10 +66,7 @@ def around() -> tuple[Any, Any]:
 
 
 def with_side_channel(function: Callable[..., Any], first: Any, batch: Any, *others: Any) -> Any:
-    """Call `function(first, batch, *others)`, a step or a gradient, with `batch` and `aux` through the side channel.
-
-    Its result, or the last part of it, has a loss and an aux.
-    """
+    """Call a step or a gradient with `batch` and aux through the side channel; its result, or last part, has one."""
     outer = _here.values, _here.around
     values = [batch]
     _here.values, _here.around = values, surroundings()

@@ -52,7 +52,19 @@ def require_arguments(
         raise ValueError(
             f"topology={brief(topology)}: expected a Topology, for example df.topology('ring', num_workers=4)."
         )
-    require_options(options)
+    require_names("Worker", options)
+    require_bucket_mb(options.get("bucket_mb", DEFAULTS["bucket_mb"]))
+    wire_dtype = options.get("wire_dtype")
+    is_float = isinstance(wire_dtype, torch.dtype) and wire_dtype.is_floating_point and wire_dtype.itemsize > 1
+    if wire_dtype is not None and not is_float:
+        raise ValueError(
+            f"wire_dtype={brief(wire_dtype)}: expected a floating-point torch.dtype of 16 bits or more that is narrower than the "
+            "parameters', such as torch.bfloat16, or None to send them as they are."
+        )
+    shared = options.get("shared")
+    are_names = isinstance(shared, Sequence) and len(shared) > 0 and all(isinstance(one, str) for one in shared)
+    rule = 'a pattern of names such as "!head.*", a list of them, or a function of the name.'
+    require(shared is None or callable(shared) or are_names, "Worker", rule, shared=shared)
     if wants_mix(optimizer) and not shows_mix:
         raise ValueError(
             "optimizer=MixAware(...): this algorithm does not show its optimizer the neighbors' messages (most send after the "
@@ -67,23 +79,6 @@ def require_names(call: str, options: Mapping[str, Any], own: Sequence[str] = ()
         if name in ("lr", "learning_rate") and "learning_rate" not in own:
             raise TypeError(f"{call}({name}=...): a learning rate is the optimizer's, df.sgd(0.1).")
         raise TypeError(no_such_argument(call, name, [*own, *Options.__annotations__]))
-
-
-def require_options(options: Mapping[str, Any]) -> None:
-    """Raise an error that names the option unless all names are known and all values valid."""
-    require_names("Worker", options)
-    require_bucket_mb(options.get("bucket_mb", DEFAULTS["bucket_mb"]))
-    wire_dtype = options.get("wire_dtype")
-    is_float = isinstance(wire_dtype, torch.dtype) and wire_dtype.is_floating_point and wire_dtype.itemsize > 1
-    if wire_dtype is not None and not is_float:
-        raise ValueError(
-            f"wire_dtype={brief(wire_dtype)}: expected a floating-point torch.dtype of 16 bits or more that is narrower than the "
-            "parameters', such as torch.bfloat16, or None to send them as they are."
-        )
-    shared = options.get("shared")
-    are_names = isinstance(shared, Sequence) and len(shared) > 0 and all(isinstance(one, str) for one in shared)
-    rule = 'a pattern of names such as "!head.*", a list of them, or a function of the name.'
-    require(shared is None or callable(shared) or are_names, "Worker", rule, shared=shared)
 
 
 def left_out(shared: Shared, names: Sequence[str]) -> frozenset[str]:

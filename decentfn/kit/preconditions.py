@@ -21,8 +21,7 @@ from decentfn.optim.schedules import constant
 from decentfn.optim.transforms.basic import Scalar
 from decentfn.topologies import Topology, mixed, mixing_matrix
 
-_TRIED = 500
-"""Steps of a trial, after as many that let other modes fade."""
+_TRIED = 500  # steps of a trial, after as many that let other modes fade
 
 _GROWTH = 4e-4
 """Per step. Sums over 400 steps to a sixth."""
@@ -55,12 +54,7 @@ def require_static_symmetric(call: str, topology: Topology) -> None:
 
 
 def fast_gossip_momentum(call: str, topology: Topology) -> float:
-    """Return η of fast gossip averaging, `(1 - √(1-β²)) / (1 + √(1-β²))`, β the second-largest singular value of W.
-
-    Raises:
-        ValueError: `topology` does not have one symmetric mixing matrix.
-    Source: Liu, Morse, 2011; Sun, Yuan, 2026 (arXiv:2606.07496).
-    """
+    """Return η of fast gossip averaging (`Worker.mix`), from the second-largest singular value of one symmetric W."""
     require_static_symmetric(call, topology)
     away = mixing_matrix(topology, 0) - 1 / topology.num_workers
     root = math.sqrt(max(0.0, 1 - float(torch.linalg.matrix_norm(away, 2)) ** 2))

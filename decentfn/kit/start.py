@@ -13,6 +13,7 @@ from decentfn import sharded
 from decentfn.comm import collectives
 from decentfn.comm.fingerprint import agree, compare, digest, fingerprint, label
 from decentfn.core import trees
+from decentfn.core.arguments import require
 from decentfn.core.buckets import Buckets, flatten
 from decentfn.core.trees import PyTree
 from decentfn.kit.options import Shared, left_out, require_narrower
@@ -32,14 +33,14 @@ def lay_out(
     shared: Shared,
     partition: Partition,
 ) -> Buckets:
-    """Copy `params` into buckets, make the process groups and check that all ranks agree. Collective.
-
-    The optimizers' masks are not mixed within a bucket; `topologies` are all of the algorithm's, its own schedule
-    first.
-    """
+    """Copy `params` into buckets, make the groups of all `topologies`, its own first, and compare ranks. Collective."""
     masks = masks_of(*optimizers)
     try:
-        _require_as_built(partition)
+        size = collectives.processes_per_worker()
+        rule = f"the algorithm was built for workers of {partition.processes} processes, and now they have {size}; call"
+        require(
+            size == partition.processes, "init(params)", f"{rule} df.init(processes_per_worker=...) once, before it."
+        )
         own = left_out(shared, [name for name, _ in trees.named_leaves(params)])
         x = flatten(params, bucket_mb=bucket_mb, masks=masks, left_out=own, **partition._asdict())
         for optimizer in optimizers:
@@ -47,13 +48,20 @@ def lay_out(
         require_narrower(wire_dtype, x)
         if topologies[0].num_workers % (here := collectives.world()).size:
             collectives.refuse_size(here, 1, topologies[0].num_workers, "init(params)")
-        device = _require_one_device(x)
+        devices = {tensor.device: plan.segments[0].name for tensor, plan in zip(x, x.plan.buckets, strict=True)}
+        where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+        rule = f"{where}; a worker's parameters are on one device: model.to(df.init().device) before."
+        require(len(devices) == 1, "init(params)", rule)
+        collectives.require_messages_from("init(params)", x[0].device)
     except Exception as error:
         agree([f"{type(error).__name__}: {error}"])  # otherwise ranks without an error would wait for this one
         raise
-    agree(fingerprint(x.plan, topologies[0], device, masks), x.plan.describe())
+    agree(fingerprint(x.plan, topologies[0], x[0].device, masks), x.plan.describe())
     if partition.tp_size > 1:
-        _require_equal_in_groups(params, partition)
+        common = [(name, leaf) for name, leaf in trees.named_leaves(params) if name in partition.common]
+        lines = [f"{name} with digest {digest(leaf)}" for name, leaf in common]
+        rule = "the processes of a worker start equal: make them after torch.manual_seed(0) on each"
+        compare("init(params)", [], rule, of_tp_group=lines, tp_size=partition.tp_size)
         sharded.make_tp_groups(partition.tp_size)
     for topology in topologies:
         if topology.groups is not None:
@@ -63,32 +71,3 @@ def lay_out(
         values, mib = sum(bucket.numel for bucket in x.plan.buckets), x.plan.nbytes / 2**20
         _log.info("run: %d values (%.4g MiB) in %d buckets, %r", values, mib, len(x), topologies[0])
     return Buckets(x, replace(x.plan, topology=label(topologies[0])))
-
-
-def _require_one_device(x: Buckets) -> torch.device:
-    devices = {tensor.device: plan.segments[0].name for tensor, plan in zip(x, x.plan.buckets, strict=True)}
-    if len(devices) > 1:
-        where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
-        raise ValueError(
-            f"init(params): {where}; a worker's parameters are on one device: model.to(df.init().device) before."
-        )
-    [device] = devices
-    collectives.require_messages_from("init(params)", device)
-    return device
-
-
-def _require_as_built(partition: Partition) -> None:
-    size = collectives.processes_per_worker()
-    if size != partition.processes:
-        raise ValueError(
-            f"init(params): the algorithm was built for workers of {partition.processes} processes, and now they have {size}; call "
-            "df.init(processes_per_worker=...) once, before it."
-        )
-
-
-def _require_equal_in_groups(params: PyTree, partition: Partition) -> None:
-    """Raise on every rank unless the leaves that all processes of a tensor-parallel group hold are equal in each."""
-    named = [(name, leaf) for name, leaf in trees.named_leaves(params) if name in partition.common]
-    lines = [f"{name} with digest {digest(leaf)}" for name, leaf in named]
-    rule = "the processes of a worker start equal: make them after torch.manual_seed(0) on each"
-    compare("init(params)", [], rule, of_tp_group=lines, tp_size=partition.tp_size)

@@ -34,10 +34,7 @@ class StateCheck:
         return state
 
     def check(self, state: Any, batch: PyTree, t: Any) -> None:
-        """Raise ValueError unless the algorithm accepts the state, and its loss the batch.
-
-        If `init` was not called in this process, as with a state from elsewhere, the layout is that of a start from it.
-        """
+        """Raise ValueError unless the state is as `init`, or else a start from it, lays it out."""
         if not is_state(state):
             order = "; the batch comes second" if is_state(batch) else ", from init(params)"
             raise ValueError(f"{CALL}: its first argument is a {type(state).__name__}, not a training state{order}.")

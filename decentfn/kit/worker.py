@@ -359,8 +359,7 @@ def _judged(g: Gradient, together: bool) -> tuple[Tensor, Tensor | None]:
 def good_update(u: Buckets, opt: PyTree, old: PyTree, start: Callable[[], PyTree]) -> tuple[Buckets, PyTree]:
     """Remove infinite and NaN values from an optimizer's update and new state, element by element, and note them.
 
-    If the update or any moment of an element is bad, the element is not updated and keeps its moments from the `old`
-    state; if those were bad before, all of them are reset to those of the start.
+    A bad element keeps its moments from the `old` state; if those were bad before, they are reset to the start's.
     """
     if collectives.processes_per_worker() == 1 and known_finite([*u, *trees.leaves(opt)]) is not None:
         return u, opt

@@ -93,10 +93,7 @@ def linear(start: float, end: float, steps: int) -> Schedule:
 def cosine(start: float, steps: int, end: float = 0.0) -> Schedule:
     """Half a cosine from `start` at count 0 to `end` at count `steps`, then constant.
 
-    Args:
-        start: the first value, >= 0.
-        steps: updates between them, >= 1.
-        end: the last value, >= 0.
+    Args: those of `linear`.
     Source: Loshchilov and Hutter, ICLR 2017.
     """
     _check_values("cosine", start=start, end=end)
@@ -185,11 +182,7 @@ def inverse_sqrt(peak: float, warmup: int) -> Schedule:
 def polynomial(start: float, end: float, steps: int, power: float = 1.0) -> Schedule:
     """Polynomial decay, `end + (start - end) * (1 - count / steps)^power` until count `steps`, then constant.
 
-    Args:
-        start: the first value, >= 0.
-        end: the last value, >= 0.
-        steps: updates between them, >= 1.
-        power: positive; 1 is `linear`.
+    Args: those of `linear`, and a positive `power`; 1 is `linear`.
     Source: torch.optim.lr_scheduler.PolynomialLR (end = 0).
     """
     _check_values("polynomial", start=start, end=end)

@@ -66,22 +66,16 @@ class Partition(NamedTuple):
     """Sharing of a worker's parameters between its processes."""
 
     processes: int = 1
-    tp_size: int = 1
-    """Size of a tensor-parallel group: consecutive processes that compute one batch together."""
-    common: frozenset[str] = frozenset()
-    """Names of the leaves that every process of the tensor-parallel group holds."""
-    places: Places = ()
-    """Places of this process's shards of the parameters and of the module's buffers."""
+    tp_size: int = 1  # size of a tensor-parallel group: consecutive processes that compute one batch together
+    common: frozenset[str] = frozenset()  # names of the leaves that every process of the tensor-parallel group holds
+    places: Places = ()  # places of this process's shards of the parameters and of the module's buffers
 
 
 def partition_of(module: nn.Module) -> Partition:
-    """Return how PyTorch has sharded a module over this worker's processes.
+    """Return how PyTorch has sharded a module over this worker's processes, or raise ValueError.
 
-    The group's consecutive processes compute one batch together: all of the worker's under tensor parallelism, one
-    under `fully_shard`, and under both as many as the mesh's inner axis.
-
-    Raises:
-        ValueError: a parameter is sharded over other processes, or in an unknown way.
+    The consecutive processes that compute one batch together: all under tensor parallelism, one under `fully_shard`,
+    and under both as many as the mesh's inner axis.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -132,10 +126,7 @@ def partition_of(module: nn.Module) -> Partition:
 
 
 def own_shards(module: nn.Module) -> None:
-    """Reset the module's parameters to its shards; the next passes gather them and scatter the unsharded gradient.
-
-    After a forward pass without a backward pass, some parameters are unsharded.
-    """
+    """Reset the module's parameters to its shards: after a forward pass alone, some are unsharded."""
     from torch.distributed.fsdp import FSDPModule
 
     for m in module.modules():
@@ -160,10 +151,7 @@ def placed_like(grad: Tensor, p: nn.Parameter) -> Tensor:
 
 
 def unsharded(shards: Iterable[tuple[nn.Parameter, Tensor]]) -> list[Tensor | None]:
-    """Gather the unsharded tensors of these shards on the CPU of the worker's process 0; return None on the others.
-
-    One by one. Collective within the worker.
-    """
+    """Gather the unsharded tensors, one by one, on the CPU of the worker's process 0; None on others. Collective."""
     here = all_processes()
     tensors: list[Tensor | None] = []
     with torch.no_grad():
@@ -186,11 +174,7 @@ def as_placed(p: nn.Parameter, shard: Tensor) -> Tensor:
 
 
 def sharded(tensors: Iterable[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
-    """Return this process's shards of unsharded tensors on the worker's process 0, in each parameter's dtype.
-
-    `tensors` are the parameters or buffers, and on process 0 their values. Sent one by one; collective within the
-    worker.
-    """
+    """Return this process's shards of tensors whose values process 0 of the worker has, in their dtypes. Collective."""
     here, parts = all_processes(), []
     assert here.channels.intra_worker is not None
     for p, unsharded in tensors:

@@ -13,10 +13,7 @@ from decentfn.core.context import context
 
 
 def split_workers(processes_per_worker: int) -> World:
-    """Make every `processes_per_worker` consecutive ranks one worker and return the world of all; collective.
-
-    The number of processes must be divisible by it.
-    """
+    """Make every `processes_per_worker` consecutive ranks one worker and return the world of all; collective."""
     before, size = collectives.all_processes(), processes_per_worker
     if context.world is not None:
         raise ValueError(

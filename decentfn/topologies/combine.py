@@ -329,10 +329,7 @@ def _switch(
     period_of: Callable[[list[int]], int | None],
     start_of: Callable[[list[int]], int] = max,
 ) -> Topology:
-    """Return the schedule whose step t is round s of part k, where `k, s = turn(t)`.
-
-    `period_of` computes the period from those of the parts, `start_of` the start of the first one from their starts.
-    """
+    """Return the schedule whose step t is round s of part k, `k, s = turn(t)`; period and start from the parts'."""
     n, sizes = parts[0].num_workers, [part.num_workers for part in parts]
     require(set(sizes) == {n}, name, f"its parts have {sizes} workers, not the same number.")
     slots = max(part.slots for part in parts)

@@ -8,11 +8,6 @@ from decentfn.topologies.registry import register_topology
 from decentfn.topologies.rounds import Edge, Topology
 
 
-def is_power_of_two(n: int) -> bool:
-    """Return True if n is 1, 2, 4, ..."""
-    return n >= 1 and n & (n - 1) == 0
-
-
 def _digits(n: int, base: int) -> int:
     count, reach = 0, 1
     while reach < n:
@@ -108,7 +103,7 @@ def one_peer_exp(num_workers: int) -> Topology:
     3
     """
     n, rule = num_workers, "pairs i, i XOR 2^k need a power of two; use 'base' or 'one-peer-exp-directed'."
-    require(is_power_of_two(n), "one_peer_exp", rule, num_workers=n)
+    require(n & (n - 1) == 0, "one_peer_exp", rule, num_workers=n)
     bits = [1 << k for k in range(n.bit_length() - 1)]
     phases = [[Edge([i, i ^ bit]) for i in range(n) if not i & bit] for bit in bits]
     return from_groups("one-peer-exp", phases or [[Edge([0])]], n)

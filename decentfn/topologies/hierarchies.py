@@ -7,7 +7,6 @@ from dataclasses import replace
 from decentfn.core.arguments import require
 from decentfn.topologies.combine import across, alternate, blocks
 from decentfn.topologies.construct import from_groups
-from decentfn.topologies.exponential import is_power_of_two
 from decentfn.topologies.registry import register_topology, topology
 from decentfn.topologies.rounds import Edge, Topology, require_topology
 
@@ -56,7 +55,7 @@ def alternating_exp_ring(num_workers: int, *, local_world_size: int) -> Topology
     n, size = num_workers, local_world_size
     call, nodes = _require_nodes("alternating_exp_ring", n, size), n // size
     rule = f"{nodes} nodes, but rounds across nodes pair a, a XOR 2^k: a power of two is needed."
-    require(is_power_of_two(nodes), call, rule)
+    require(nodes & (nodes - 1) == 0, call, rule)
     if nodes == 1:
         return from_groups("alternating-exp-ring", [[Edge(range(n))]], n)
 

@@ -111,7 +111,10 @@ def base(num_workers: int, *, k: int = 1) -> Topology:
     """
     _require_peers("base", num_workers, k)
     workers = np.arange(num_workers)
-    rest = _without_small_factors(num_workers, k + 1)
+    rest = num_workers
+    for factor in range(2, k + 2):
+        while rest % factor == 0:
+            rest //= factor
     blocks = workers.reshape(-1, rest)
     first = blocks[:, :1]
     within: list[Edges] = [
@@ -175,10 +178,3 @@ def _simple(workers: np.ndarray, k: int) -> list[Edges]:
 def _together(edges: list[Edges] | tuple[Edges, ...]) -> Edges:
     u, v, weights = (np.concatenate(columns) for columns in zip(*edges, strict=True))
     return u, v, weights
-
-
-def _without_small_factors(n: int, largest: int) -> int:
-    for factor in range(2, largest + 1):
-        while n % factor == 0:
-            n //= factor
-    return n

@@ -22,8 +22,7 @@ from decentfn.topologies.rounds import Round, Topology, require_topology
 
 _LOST, _LATE = 0x6C6F7374, 0x6C617465
 """Streams of the draws of links."""
-_CHECKED = 64
-"""Rounds that are checked for symmetry."""
+_CHECKED = 64  # rounds that are checked for symmetry
 
 
 @combination
@@ -66,8 +65,7 @@ def lossy(topology: Topology, probability: float, *, both_ways: bool = True, see
 def arrivals(topology: Topology, age: int, least: int, most: int, seed: int) -> Topology:
     """Return the messages of step t - age that arrive in step t, if each takes from `least` to `most` steps.
 
-    A delay is a function of (seed, step in which the message is sent, link). Each message is in one of the schedules
-    of ages `least` to `most`. The weights of the others stay with the sender.
+    A delay is a function of (seed, step of sending, link). The weights of others stay with the sender.
     """
     _require_links("arrivals", topology, both_ways=False)
 
@@ -140,11 +138,7 @@ def _losing(name: str, topology: Topology, lost: Callable[[Tensor, Tensor], Tens
         return Round(sources.masked_fill(gone, -1), destinations.masked_fill(unsent, -1), weights, is_active=active)
 
     return from_rounds(
-        name,
-        topology.num_workers,
-        round_of,
-        period=None,
-        needs_push_sum=topology.needs_push_sum or not both_ways,
+        name, topology.num_workers, round_of, period=None, needs_push_sum=topology.needs_push_sum or not both_ways
     )
 
 

@@ -8,10 +8,8 @@ import numpy as np
 def weighted_permutations(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Decompose a matrix `[N, N]` float64 into messages: `W = diag(w_0) + Σ_k diag(w_k) P_k` (Birkhoff).
 
-    Directed and bipartite undirected graphs need as many permutations as the largest degree, other undirected ones one
-    more, or a few more if dense. In undirected graphs each permutation is an involution (an edge coloring). Returns
-    `sources [N, K]` int64, every column a permutation (an idle worker is its own source), and `weights [N, K+1]`
-    float64, self-weight first.
+    In undirected graphs each permutation is an involution, an edge coloring. Returns `sources [N, K]` int64 (an idle
+    worker is its own) and `weights [N, K+1]` float64, self-weight first.
     """
     n = matrix.shape[0]
     links = (matrix != 0) & ~np.eye(n, dtype=bool)

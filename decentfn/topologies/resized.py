@@ -22,8 +22,7 @@ from decentfn.topologies.rounds import Edge, Round, Topology, mixing_matrix, req
 ANY_SIZE = "base"
 """A family of any size that is exact in finite time, doubly stochastic and symmetric."""
 
-_TRIED = 64
-"""Number of rounds that are looked at."""
+_TRIED = 64  # number of rounds that are looked at
 
 
 Case = Literal["same family", "another family", "own weights"]
@@ -94,11 +93,7 @@ def in_place(topology: Topology, workers: Collection[int]) -> Topology:
 
 
 def enlarged(topology: Topology, num_workers: int) -> Topology:
-    """Return the schedule of more workers than a step was compiled for, in its form, as `in_place` does for fewer.
-
-    That is `resized(num_workers)` if it fits. A mean of all in one step stays one if the family's is one for that size. Raises
-    ValueError if none fits.
-    """
+    """Return the schedule of more workers in this one's form, as `in_place`; raise ValueError if none fits."""
     wanted = resized(topology, num_workers).topology
     made = _first_that_fits(topology, num_workers, lambda part: enlarged(part, num_workers), lambda: wanted)
     is_mean = consensus_steps(topology) == consensus_steps(wanted) == 1
@@ -108,10 +103,7 @@ def enlarged(topology: Topology, num_workers: int) -> Topology:
 
 
 def _first_that_fits(
-    topology: Topology,
-    n: int,
-    of_part: Callable[[Topology], Topology],
-    *candidates: Callable[[], Topology | None],
+    topology: Topology, n: int, of_part: Callable[[Topology], Topology], *candidates: Callable[[], Topology | None]
 ) -> Topology:
     """Return the combination of the parts' schedules, or the first candidate of the topology's form, widened to it."""
     made = recombined(topology, of_part) if topology.family is None else None

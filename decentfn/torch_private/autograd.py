@@ -24,9 +24,7 @@ def version(x: Any) -> Any:
 def surroundings() -> tuple[Any, Any]:
     """Return the state of PyTorch's dispatcher: autograd, autocast, torch.func. Compiled code turns most of it off.
 
-    The public `torch.inference_mode(False)` turns autograd on, but AOTAutograd, which observes the first call of
-    compiled code, also leaves views untracked there, and torch.func and conjugates off: that call's gradients would be
-    wrong.
+    In AOTAutograd, the public `torch.inference_mode(False)` would leave views untracked, and so gradients wrong.
     """
     return _included(), _excluded()
 

@@ -12,10 +12,7 @@ def is_differentiated(x: Tensor) -> bool:
 
 
 def has_no_value(x: Tensor) -> bool:
-    """Return True if a 0-d tensor has no readable value here (tracing, fake or functional tensor, or under `vmap`).
-
-    `torch.compiler.is_compiling` is no substitute: it is True in all threads while one of them compiles.
-    """
+    """Return True if a tensor has no readable value in this thread: tracing, fake or functional, or under `vmap`."""
     return torch.compiler.is_dynamo_compiling() or type(x) is not Tensor or is_batched(x)
 
 

@@ -64,10 +64,7 @@ def forget_instructions() -> None:
 
 
 def compile_options() -> dict[str, Any]:
-    """Return Inductor's options: a pass that protects a donated step's reads, and the order within a worker.
-
-    Raise RuntimeError if PyTorch lacks a name without which the code would be wrong.
-    """
+    """Return Inductor's options; raise RuntimeError if PyTorch lacks a name without which code would be wrong."""
     for needed in (BACKEND, LOOP_SPLIT):
         needed.require(_CALL)
     GRAPH_PASS.require(_CALL).register(_GraphPass)  # whose code is cached by its uuid
@@ -78,10 +75,7 @@ _in_order: set[str] = set()
 
 
 def keep_in_order(name: str) -> None:
-    """Keep calls of this operator in the step's order, because the processes that make them wait for one another.
-
-    The operator's last argument, a tensor or None, is the result of the call before it.
-    """
+    """Keep calls of this operator in the step's order; its last argument, a tensor or None, is the call before it."""
     _in_order.add(name)
 
 
@@ -104,10 +98,7 @@ def _short_name(target: Any) -> str | None:
 
 
 def _copy_what_is_kept(graph: torch.fx.Graph, stores: list[Any]) -> None:
-    """Copy a new leaf that is an old one, or a view of it, before another store overwrites it.
-
-    The step has cloned it, but PyTorch drops such clones and would read the old leaf after it was overwritten.
-    """
+    """Copy a new leaf that is an old one before a store overwrites it: PyTorch drops the step's own clones of such."""
     written = {store.args[0] for store in stores}
     for store in stores:
         source = origin = store.args[1]

@@ -20,11 +20,9 @@ import torch
 class Private:
     """Private name of PyTorch."""
 
-    name: str
-    """Dotted name, from `torch`."""
+    name: str  # dotted name, from `torch`
     purpose: str
-    without: str
-    """Consequence if PyTorch lacks it."""
+    without: str  # consequence if PyTorch lacks it
 
     def find(self) -> Any:
         """Return the object with this name, or None."""

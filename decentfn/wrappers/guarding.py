@@ -80,7 +80,9 @@ def guard(algorithm: Algorithm, limit: int = 20) -> Algorithm:
             for before, after in zip(trees.leaves(old.buffers), trees.leaves(new.buffers), strict=True)
             if after.is_floating_point() or after.is_complex()
         )
-        counts = _counted(counts, noted)
+        skipped, replaced = _any(noted.skipped, counts.skipped), _any(noted.replaced, counts.skipped)
+        streak = torch.where(skipped | replaced, counts.in_a_row + 1, torch.zeros_like(counts.in_a_row))
+        counts = Guarded(counts.skipped + skipped, counts.replaced + replaced, streak)
         return _with(_finite(new, old), counts), metrics._replace(guard=trees.map(torch.clone, counts))
 
     def watch(state: State, t: Tensor, overwrites: bool) -> None:
@@ -99,13 +101,6 @@ def guard(algorithm: Algorithm, limit: int = 20) -> Algorithm:
 
 def _with(state: State, counts: Guarded | None) -> State:
     return state._replace(local=state.local._replace(guard=counts))
-
-
-def _counted(counts: Guarded, noted: gossip.Noted) -> Guarded:
-    skipped, replaced = _any(noted.skipped, counts.skipped), _any(noted.replaced, counts.skipped)
-    bad = skipped | replaced
-    streak = torch.where(bad, counts.in_a_row + 1, torch.zeros_like(counts.in_a_row))
-    return Guarded(counts.skipped + skipped, counts.replaced + replaced, streak)
 
 
 def _any(claims: Sequence[Tensor], like: Tensor) -> Tensor:

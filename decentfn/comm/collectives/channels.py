@@ -29,10 +29,8 @@ Connect = Callable[[str, Store, int, Sequence[int], timedelta], Any]
 class Shared(NamedTuple):
     """Parts that channels over one store share."""
 
-    turn: threading.Lock
-    """Lock held during a collective outside steps: two threads' collectives must not mix."""
-    outside: dict[range, Any]
-    """Groups for use outside steps, by their processes."""
+    turn: threading.Lock  # lock held during a collective outside steps: two threads' collectives must not mix
+    outside: dict[range, Any]  # groups for use outside steps, by their processes
     made_apart: Iterator[int]
 
 
@@ -48,15 +46,11 @@ class Channels:
         self, identity: Identity, group: Any = None, timeout: timedelta | None = None, store: Store | None = None
     ) -> None:
         self.identity = identity
-        self.group: Any = group
-        """Group of all processes of the world; None for one process."""
-        self.intra_worker: Any = None
-        """Group of the processes of this one's worker, if they are several."""
-        self.mesh: DeviceMesh | None = None
-        """Processes as a mesh, if a worker is several."""
+        self.group: Any = group  # group of all processes of the world; None for one process
+        self.intra_worker: Any = None  # group of the processes of this one's worker, if they are several
+        self.mesh: DeviceMesh | None = None  # processes as a mesh, if a worker is several
         self.timeout, self.longest_wait = timeout, timeout or default_pg_timeout
-        self.has_hung_up = False
-        """True if this process has closed its connections."""
+        self.has_hung_up = False  # True if this process has closed its connections
         self.shared = Shared(threading.Lock(), {}, itertools.count())
         self._store = store
         self._subgroups: dict[tuple[int, ...], Any] = {}

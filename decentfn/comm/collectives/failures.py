@@ -10,8 +10,7 @@ from decentfn.comm.collectives.session import Call, FailureNote, Lost
 from decentfn.comm.collectives.world import World
 from decentfn.errors import ExchangeTimeout, PeerLost, RunError, StepMismatch
 
-_PATIENCE_S = 3.0
-"""Time that a rank with a failed message gives the others to fail, too, and to post their notes."""
+_PATIENCE_S = 3.0  # time that a rank with a failed message gives the others to fail, too, and to post their notes
 
 
 def has_timed_out(error: BaseException) -> bool:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 _CAN_HANG = sys.version_info < (3, 11, 8)
 
-_GLOO = "pt_gloo_runloop"
-"""PyTorch's name for the threads that run a gloo group's collectives."""
+_GLOO = "pt_gloo_runloop"  # PyTorch's name for the threads that run a gloo group's collectives
 
 _PAUSE_S = 0.001
 _PATIENCE_S = 1.0

@@ -10,10 +10,8 @@ from decentfn.topologies import Topology
 class Hooks:
     """Calls of another room at some points of a world's steps; `World.become` sets them. By default they do nothing."""
 
-    changes = 0
-    """Number of times that the processes have changed."""
-    failure_is_final = True
-    """True if no step can follow one that has lost a message."""
+    changes = 0  # number of times that the processes have changed
+    failure_is_final = True  # True if no step can follow one that has lost a message
 
     def before_step(self, t: int) -> None:
         """Take part before step `t`, when earlier steps are whole."""

@@ -14,20 +14,15 @@ _CPU = torch.device("cpu")
 class Identity:
     """Numbers of a process. When other processes leave or come, another identity replaces this one."""
 
-    rank: int
-    """Rank in this world, which has one process per worker if it is gossip's."""
-    size: int
-    """Number of processes in this world."""
-    place: int
-    """Keys this process's random numbers and chooses its data: its first rank among all processes."""
-    processes: range
-    """Processes of this world, by their rank among all."""
+    rank: int  # rank in this world, which has one process per worker if it is gossip's
+    size: int  # number of processes in this world
+    place: int  # keys this process's random numbers and chooses its data: its first rank among all processes
+    processes: range  # processes of this world, by their rank among all
     num_workers: int
     size_at_start: int
     """Number of processes at the start. Compiled code is made for it, and also works with another."""
     processes_per_worker: int = 1
-    device: torch.device = _CPU
-    """Its own GPU, or the CPU."""
+    device: torch.device = _CPU  # its own GPU, or the CPU
 
     @classmethod
     def of(cls, rank: int, size: int, device: torch.device = _CPU) -> Identity:

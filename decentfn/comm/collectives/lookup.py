@@ -57,19 +57,15 @@ class Row(NamedTuple):
     given: Tensor  # [K] float64, weights of its messages at the receivers; W[j, i], while `weights` are W[i, j]
 
 
-_ROUNDS = 4096
-"""Most rounds that a session keeps."""
+_ROUNDS = 4096  # most rounds that a session keeps
 
 
 class FoundRound(NamedTuple):
     """Round of a step, which `Session.rounds` keeps: it is found once, before the step or by its first operator."""
 
-    topology: Topology
-    """The one that holds now in place of the one that the step was made for."""
-    number: int
-    """Step number."""
-    keys: tuple[Tensor, Tensor]
-    """Handle and t, which are kept so that no other tensors have their identities."""
+    topology: Topology  # the one that holds now in place of the one that the step was made for
+    number: int  # step number
+    keys: tuple[Tensor, Tensor]  # handle and t, which are kept so that no other tensors have their identities
 
     @classmethod
     def of(cls, here: World, handle: Tensor, t: Tensor) -> FoundRound:
@@ -93,10 +89,7 @@ def find_rounds(schedules: Sequence[Topology], t: Tensor, number: int) -> tuple[
 
 
 def rests(*topologies: Topology) -> bool:
-    """Return True if it was known on the host before the step that these schedules rest in it; False: they may not.
-
-    A constant of compiled code, which is compiled for either value.
-    """
+    """Return True if it was known before the step that these schedules rest in it: a constant of compiled code."""
     for one in topologies:
         for other in context.resting:
             if one is other:
@@ -111,10 +104,7 @@ _FACTS, _GROUP = 5, 2
 
 
 def look_up(token: Tensor, topology: Topology, t: Tensor) -> Row:
-    """Look up this worker's part of round `t`, 0-d int64 on the CPU.
-
-    `token` is any tensor of its state, with the device and, under `vmap`, the worker axis.
-    """
+    """Look up this worker's part of round `t`; `token`, any tensor of its state, has the device and the worker axis."""
     k, row = topology.slots, _look_up(token, topology.handle, t, topology.slots, 0)
     facts, weights, sources, given = row.split([_FACTS, k + 2, k, k])
     facts = facts.to(torch.int64)

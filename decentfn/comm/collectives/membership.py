@@ -34,10 +34,7 @@ _kept: list[World] = []  # further worlds of the default group
 
 
 def world() -> World:
-    """Return the world of this thread's operators: set by `use`, else of the default group, else a single process.
-
-    If a worker is several processes, it is gossip's world.
-    """
+    """Return the world of this thread's operators (gossip's): set by `use`, of the default group, or one process."""
     given = context.world
     if given is not None:
         return given._gossip or given
@@ -103,10 +100,7 @@ def replace_world(made: World) -> None:
 
 
 def adopt_default_group(timeout: timedelta | None = None, device: torch.device = _CPU) -> World:
-    """Take the default group as the world, each process a worker; without a default group, this process alone.
-
-    Groups made later use this `timeout`.
-    """
+    """Take the default group as the world, each process a worker, or this process alone; later groups use `timeout`."""
     if dist.is_initialized():
         wait_for_gloo_before_forks()
         identity = Identity.of(dist.get_rank(), dist.get_world_size(), device)

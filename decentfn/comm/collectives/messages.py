@@ -27,11 +27,9 @@ from decentfn.topologies.rounds import Peers
 _PATIENCE = timedelta(seconds=1)
 """Timeout of each remaining message after a loss: connections are closed, so it has arrived or never will."""
 _NOT_SENT = "not sent, because an earlier message was lost"
-_PATIENCE_OF_ALL_S = 5.0
-"""Total timeout of the messages of a step that was cut short, in seconds."""
+_PATIENCE_OF_ALL_S = 5.0  # total timeout of the messages of a step that was cut short, in seconds
 
-_abandoned: list[Call] = []
-"""Calls whose memory may still be written to."""
+_abandoned: list[Call] = []  # calls whose memory may still be written to
 
 
 # -- a step, complete or cut short -----------------------------------------------------------------------------------
@@ -41,8 +39,7 @@ _abandoned: list[Call] = []
 def whole_step(t: int, *, donated: bool = False) -> Iterator[World]:
     """Context of a step at `t`: raises at the end if a message was lost, and drains the messages of a step that raises.
 
-    In both cases the next step is refused: the other ranks have taken this step, or wait for its messages, and would
-    misread this rank's next one. `donated`: the step overwrites the state that it is given.
+    Then the next step is refused: the other ranks would misread its messages. `donated`: it overwrites its state.
     """
     here, outer = world(), context.step_world
     session, identity = here.session, here.identity

@@ -23,8 +23,7 @@ from decentfn.comm.collectives.world import World
 from decentfn.core.context import context
 from decentfn.errors import CallMismatch, RunError
 
-_HEADER = 1024
-"""Bytes of a header."""
+_HEADER = 1024  # bytes of a header
 
 
 @contextmanager
@@ -52,10 +51,8 @@ def met(
 ) -> Iterator[tuple[Any, list[int]]]:
     """Begin a collective outside steps; yield its group, and the number of bytes from each process.
 
-    `what` is the kind of collective; `x` the tensor to send, of one shape and dtype everywhere, or its number of bytes,
-    if processes may differ; `group` the one to use on a GPU. Raises CallMismatch on all processes if their calls
-    differ, and nothing has been sent; and ExchangeTimeout or PeerLost if a process does not join, or is lost within the
-    block.
+    `what` is its kind; `x` the tensor to send, of one shape and dtype everywhere, or its number of bytes; `group` the
+    one to use on a GPU. Raises CallMismatch on all processes, before anything is sent, if their calls differ.
     """
     processes = here.identity.processes if processes is None else processes
     call, of_state = context.call or (what, False)

@@ -27,22 +27,17 @@ _log = logging.getLogger("decentfn")
 TAGS = 2**20
 """Modulus of tags: a message's tag is its step modulo this, so that steps do not mix (NCCL has no tags)."""
 
-_EVERY = 256
-"""Interval of compared calls, besides calls 1, 2, 4, 8, ..."""
+_EVERY = 256  # interval of compared calls, besides calls 1, 2, 4, 8, ...
 
-_KEPT = 64 * _EVERY
-"""Number of calls for which a comparison is kept; no rank is that far behind."""
+_KEPT = 64 * _EVERY  # number of calls for which a comparison is kept; no rank is that far behind
 
 
 class Part(NamedTuple):
     """A message from or to another process."""
 
-    tensor: Tensor
-    """Tensor to send, or to receive into."""
-    own: Tensor | None
-    """Replacement for a lost message; None for an outgoing one."""
-    rank: int | None
-    """Rank of the other end; None for a group."""
+    tensor: Tensor  # tensor to send, or to receive into
+    own: Tensor | None  # replacement for a lost message; None for an outgoing one
+    rank: int | None  # rank of the other end; None for a group
     slot: int | None = None
 
 
@@ -51,24 +46,17 @@ class Call:
     """One call of an operator: its messages, peers and times. It holds tensors until it has landed."""
 
     what: str
-    number: int
-    """Number of the call since `init`, from 1."""
-    step: int
-    """Step of the call."""
-    index: int
-    """Index within the step, from 1: every step makes the same calls in the same order, bucket by bucket."""
-    local: int
-    """Workers in this process."""
+    number: int  # number of the call since `init`, from 1
+    step: int  # step of the call
+    index: int  # index within the step, from 1: every step makes the same calls in the same order, bucket by bucket
+    local: int  # workers in this process
     hears: Any = ()
     """Sender in each slot, -1 for none, one row per local worker. In a mean: the ranks of the group."""
     nbytes: int = 0
-    lost: str | None = None
-    """Reason that it never arrived."""
-    inbox: Any = None
-    """Result of `wait`, `[L, ...]` for the L workers here."""
+    lost: str | None = None  # reason that it never arrived
+    inbox: Any = None  # result of `wait`, `[L, ...]` for the L workers here
     parts: Sequence[Part] = ()
-    works: list[Any] = field(default_factory=list)
-    """The backend's works, one per part or one for all."""
+    works: list[Any] = field(default_factory=list)  # the backend's works, one per part or one for all
 
 
 class Lost(NamedTuple):
@@ -76,8 +64,7 @@ class Lost(NamedTuple):
 
     call: Call
     error: Exception
-    peer: int | None = None
-    """Rank at the other end, if there is one."""
+    peer: int | None = None  # rank at the other end, if there is one
     slot: int | None = None
 
 
@@ -86,13 +73,10 @@ class FailureNote(NamedTuple):
 
     rank: int
     calls: int
-    steps: list[tuple[int, int]]
-    """For each of its last steps, the number of calls before it, and t."""
-    peer: int | None
-    """Rank that it waited for."""
+    steps: list[tuple[int, int]]  # for each of its last steps, the number of calls before it, and t
+    peer: int | None  # rank that it waited for
     timed_out: bool
-    outside: str | None = None
-    """Call outside steps in which it waited."""
+    outside: str | None = None  # call outside steps in which it waited
 
 
 class Session:
@@ -101,18 +85,13 @@ class Session:
     def __init__(self, rank: int, store: Any = None) -> None:
         self.board = Board(rank, store)
         self.calls = 0
-        self.in_flight: dict[int, Call] = {}
-        """Calls without a wait so far, by number."""
-        self.is_running = False
-        """True while a step runs; a loss is raised at its end."""
+        self.in_flight: dict[int, Call] = {}  # calls without a wait so far, by number
+        self.is_running = False  # True while a step runs; a loss is raised at its end
         self.own_steps = False
         """True if each rank counts its own steps (`mailbox.Mailbox`), so that their t is not compared."""
-        self.rounds: dict[tuple[int, int], Any] = {}
-        """Rounds of the running step that were found (`lookup.FoundRound`)."""
-        self.at = 0
-        """Running step, or the last one."""
-        self.before = 0
-        """Number of calls before that step."""
+        self.rounds: dict[tuple[int, int], Any] = {}  # rounds of the running step that were found (`lookup.FoundRound`)
+        self.at = 0  # running step, or the last one
+        self.before = 0  # number of calls before that step
         self.lost: Lost | None = None
         self.cut_short: tuple[str, BaseException] | None = None
         """Interrupted step (raised after a post) or call outside steps (lost a rank), with its error."""
@@ -174,8 +153,7 @@ class Board:
 
     def __init__(self, rank: int, store: Any = None) -> None:
         self.rank = rank
-        self.store = store
-        """Store of torch.distributed; None: there is none, or it no longer answers."""
+        self.store = store  # store of torch.distributed; None: there is none, or it no longer answers
         self.steps: deque[tuple[int, int]] = deque(maxlen=32)
         """The last steps, which the session notes, as `FailureNote.steps`."""
         self.met = set[int]()
@@ -210,10 +188,7 @@ class Board:
     def other_on_board(
         self, group: Any, ranks: Sequence[int], numbers: list[int], x: Tensor, in_step: bool
     ) -> list[int] | None:
-        """Return a rank of a group whose numbers differ, and its numbers; no rank waits for another (`_is_compared`).
-
-        The first rank writes its numbers in place of the last ones, and the others find them there.
-        """
+        """Return a rank of a group whose numbers on the board differ, and its numbers; nobody waits."""
         if self.store is None or not self._is_compared(group, x, in_step):
             return None
         name = f"mean over {list(ranks)}"
@@ -227,10 +202,7 @@ class Board:
         return None if theirs == numbers else [rank, *theirs]
 
     def _is_compared(self, group: Any, x: Tensor, in_step: bool) -> bool:
-        """Return True in a group's first call of a step, and in each call outside steps; not in a group for GPUs only.
-
-        A sum has no tag, and a larger sum on another rank aborts the process.
-        """
+        """Return True in a group's first call of a step, and in all outside: a larger sum aborts others."""
         is_new = not in_step or id(group) not in self.met
         self.met.add(id(group))
         if not is_new or x.device.type == "cpu":

@@ -30,18 +30,13 @@ class World:
     def __init__(self, channels: Channels) -> None:
         self.channels, self.identity = channels, channels.identity
         self.session = Session(channels.identity.rank)
-        self.hooks: tuple[Hooks, ...] = ()
-        """Those of other rooms; without them the processes do not change."""
-        self.agreed = set[str]()
-        """Lines that describe the algorithms of this run, which all processes have compared."""
+        self.hooks: tuple[Hooks, ...] = ()  # those of other rooms; without them the processes do not change
+        self.agreed = set[str]()  # lines that describe the algorithms of this run, which all processes have compared
         self.mailbox: Any = None
         """Mail of steps that wait for nobody (`mailbox.Mailbox`), once the `init` of such an algorithm has opened it."""
-        self.budgets = 0
-        """Number of budgets that the ranks have counted together (`df.data.until`)."""
-        self.counters: list[Any] = []
-        """Active counters of the traffic; see `communication`."""
-        self.adopted = self.channels.group
-        """Default group that this world was made for."""
+        self.budgets = 0  # number of budgets that the ranks have counted together (`df.data.until`)
+        self.counters: list[Any] = []  # active counters of the traffic; see `communication`
+        self.adopted = self.channels.group  # default group that this world was made for
         # Other worlds, if a worker is several processes. No world refers to itself: its groups end when it is released.
         self._all_processes: World | None = None
         self._gossip: World | None = None
@@ -159,8 +154,7 @@ class World:
     def apart(self) -> World:
         """Return a world of the same processes with separate connections, for another thread outside steps; collective.
 
-        It waits twice as long as this one: a process may notice a step's lost message only at its
-        timeout. Call `let_go` at the end. Its connections end when the processes change.
+        It waits twice as long: a process may notice a lost message only at its timeout. Call `let_go` at the end.
         """
         here = self.identity
         if here.size == 1:
@@ -172,11 +166,7 @@ class World:
         return world
 
     def become(
-        self,
-        *,
-        channels: Channels | None = None,
-        session: Session | None = None,
-        hooks: tuple[Hooks, ...] = (),
+        self, *, channels: Channels | None = None, session: Session | None = None, hooks: tuple[Hooks, ...] = ()
     ) -> None:
         """Replace parts: the session, or the channels with their identity."""
         self.channels = channels or self.channels

@@ -32,10 +32,7 @@ class Compressed(NamedTuple):
 
 
 def post_compressed(x: Buckets, compressor: Compressor, topology: Topology, t: Tensor) -> Compressed:
-    """Compress `x`, one message per bucket `[D]`, and start to send it to the neighbors of step `t`.
-
-    Values wider than the parameters are rounded to their dtypes first.
-    """
+    """Compress `x`, rounded to the parameters' dtypes, and start to send it: one message per bucket and neighbor."""
     row = collectives.look_up(x[0], topology, t)
     pairs = [(b.to(plan.dtype), plan) for b, plan in zip(x, x.plan.buckets, strict=True)]
     # Stored; otherwise the sent and the decoded values would be computed separately and might be rounded differently.
@@ -57,10 +54,9 @@ def post_compressed(x: Buckets, compressor: Compressor, topology: Topology, t: T
 def difference_compressed(
     compressed: Compressed, gamma: float | Tensor = 1.0, *, after: Iterable[Tensor] = ()
 ) -> Buckets:
-    """Wait for the messages and return the mixing term `γ (W - I) C(x) = γ Σ_j W[i,j] (C(x_j) - C(x))`.
+    """Wait for the messages and return the mixing term `γ (W - I) C(x) = γ Σ_j W[i,j] (C(x_j) - C(x))`, wide.
 
-    In float32 or wider. Its mean over workers is 0 up to rounding of the differences, as for `difference`. `after` is as
-    for `collect`.
+    Its mean over workers is 0 up to rounding of the differences. `after` is as for `collect`.
     """
     pulls, posted = [], with_flags(compressed.posted, after)
     weights = posted.row.weights * own_gamma(posted, gamma)
@@ -78,8 +74,7 @@ def difference_compressed(
 def running_sum(pull: Buckets, compressed: Compressed, *, after: Iterable[Tensor] = ()) -> Buckets:
     """Wait for the messages and return `pull + (W - I) C(x)` in float64, the dtype of `pull`.
 
-    A sum repeats each error in every later step. Two terms of float64 are opposite to its resolution, with more digits
-    than the coarse ones of `difference_compressed`. `after` is as for `collect`.
+    A sum repeats each error in every later step; two terms of float64 are opposite to its resolution.
     """
     wide_sent = each(torch.Tensor.double, compressed.sent)
     return add(pull, difference_compressed(compressed._replace(sent=wide_sent), after=after))
@@ -91,10 +86,7 @@ def no_sum(x: Buckets) -> Buckets:
 
 
 def sum_compressed(compressed: Compressed) -> Buckets:
-    """Wait for messages posted on the schedule `all_to_all`, and return `Σ_j C(x_j)`, added in the order of the workers.
-
-    The fixed order makes the sum bit for bit equal on all workers, so that replicas stay identical.
-    """
+    """Wait for messages on `all_to_all`, and return `Σ_j C(x_j)` in the order of the workers: equal on all."""
     posted = compressed.posted
     if not posted.messages:
         return compressed.sent

@@ -82,10 +82,7 @@ def post_flags(good: Tensor, row: collectives.Row) -> Flags:
 
 
 def hear(flags: Flags, row: collectives.Row) -> tuple[collectives.Row, Tensor | None]:
-    """Wait for the flags; return the row without bad messages, and the factor for a group's sum over good members / r.
-
-    The weights are NaN if a bad worker receives no good message.
-    """
+    """Wait for the flags; return the row without bad messages (NaN weights if none is good), and the means' factor."""
     good, weights, mean_weight = flags.own, row.weights, row.mean_weight
     others, scale = weights[1:], None
     if flags.inbox is not None:

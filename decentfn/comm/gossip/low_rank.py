@@ -44,22 +44,19 @@ class LowRankGossip:
         sizes = [sum(_sizes(plan, self.rank)) for plan in x.plan.buckets]
         return tuple(b.new_zeros(period, slots, size, dtype=wide(b.dtype)) for b, size in zip(x, sizes, strict=True))
 
-    def _or_drawn(self, p: Tensor, t: Tensor, bucket: int, plan: BucketPlan) -> Tensor:
-        """Replace directions that are 0 by random ones of this step, the same at both ends of an edge."""
-        drawn = 2 * draws.uniform(self.seed, t, bucket, p.shape, device=p.device) - 1
-        return torch.where(_spread(p != 0, plan, self.rank), p, drawn.to(p.dtype))
-
     def post(self, x: Buckets, directions: Directions, t: Tensor, i: int) -> list[LowRankRound]:
         """Start round i of step t: orthonormal p and the messages X p, for each bucket."""
         period, last = self.edges.sources.shape[0], i == self.iterations - 1
         row, step = collectives.look_up(x[0], self.edges, t), collectives.on_device(x[0], t)
         phase, met = step % period, step // period
         even = (met * self.iterations + i) % 2 == 0  # by the edge's own rounds: it meets once a period
-        here = [p.index_select(0, phase.view(1))[0] for p in directions]
-        return [
-            _post(bucket, plan, self.rank, self._or_drawn(p, t, b, plan), even, last, row)
-            for b, (bucket, plan, p) in enumerate(zip(x, x.plan.buckets, here, strict=True))
-        ]
+        rounds = []
+        for b, (bucket, plan, of_phases) in enumerate(zip(x, x.plan.buckets, directions, strict=True)):
+            p = of_phases.index_select(0, phase.view(1))[0]
+            drawn = 2 * draws.uniform(self.seed, t, b, p.shape, device=p.device) - 1  # the same at both ends of an edge
+            p = torch.where(_spread(p != 0, plan, self.rank), p, drawn.to(p.dtype))
+            rounds.append(_post(bucket, plan, self.rank, p, even, last, row))
+        return rounds
 
     def collect(
         self, posted: list[LowRankRound], x: Buckets, directions: Directions, t: Tensor, after: Sequence[Tensor] = ()

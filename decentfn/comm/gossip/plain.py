@@ -54,9 +54,8 @@ def post(
     """Start to send `x` to the neighbors of a round; an algorithm calls it as `Worker.post`.
 
     One message for each bucket and neighbor; with `[K, D]`, one for each slot's listener (see `arrived`). Values wider
-    than the plan's dtypes, or than `wire_dtype`, are sent rounded to those; the worker's own share is mixed unrounded.
-    Buckets that are not shared are not sent: a worker hears its own from each neighbor.
-    In a guarded step, `good` (0-d bool) tells if the message is good, if `x` does not show it.
+    than the plan's dtypes, or than `wire_dtype`, are sent rounded; buckets that are not shared are not sent. In a
+    guarded step, `good` (0-d bool) tells if the message is good, if `x` does not show it.
     """
     plans = x.plan.buckets
     pairs = zip(x.tensors, plans, strict=True)
@@ -126,8 +125,7 @@ def difference(posted: Posted, gamma: float | Tensor = 1.0, *, after: Iterable[T
 def exact_difference(posted: Posted, gamma: float | Tensor = 1.0, *, after: Iterable[Tensor] = ()) -> Buckets:
     """Return `difference`, with terms of two workers that hear each other rounded so that sums of them are exact.
 
-    A term keeps eight bits, none below the resolution of the two values. With averages in groups, or messages that go
-    one way, it is `difference`.
+    A term keeps eight bits, none below the resolution of the two values.
     """
     posted, gamma = with_flags(posted, after), own_gamma(posted, gamma)
     return Buckets([_moved(posted, index, gamma, exact=True) for index in range(len(posted.sent))], posted.own.plan)
@@ -170,10 +168,7 @@ def arrived(posted: Posted, otherwise: Sequence[Tensor], *, after: Iterable[Tens
 
 
 def neighbors_sum(posted: Posted, dtypes: Sequence[torch.dtype], *, after: Iterable[Tensor] = ()) -> list[Tensor]:
-    """Wait for the messages and return the neighbors' share alone: `Σ_{j≠i} W[i,j] Q(x_j)`, in wider or equal `dtypes`.
-
-    If the schedule averages in groups, the result is that average, own share included.
-    """
+    """Wait and return `Σ_{j≠i} W[i,j] Q(x_j)`, in wider or equal `dtypes`; of group averages, own share included."""
     posted, sums = with_flags(posted, after), []
     for index, dtype in enumerate(dtypes):
         zeros = torch.zeros_like(posted.sent[index], dtype=wide(dtype))
@@ -269,10 +264,8 @@ def own_gamma(posted: Posted, gamma: float | Tensor) -> float | Tensor:
 def coarse(posted: Posted, term: Tensor, spacing: Tensor | None = None) -> Tensor:
     """Round the float32 term that one worker takes from another to 8 bits, so that adding it to parameters is exact.
 
-    With rounded messages, differences do not vanish but run in cycles. The rounding of a sum is the same in each cycle
-    and would move the workers' mean. Two workers that hear each other round opposite terms, which keeps their mean.
-    Terms stay unrounded if messages go one way, and in a worker that takes all of the mix. With `spacing`, a power of
-    two for each value, the result is also a multiple of it.
+    Differences of rounded messages run in cycles, in which the rounding of a sum would move the workers' mean. Two that
+    hear each other round opposite terms. With `spacing`, a power of two each, the result is also a multiple of it.
     """
     if term.dtype != torch.float32:
         return term

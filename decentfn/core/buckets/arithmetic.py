@@ -154,10 +154,7 @@ def all_finite(x: Buckets) -> Tensor:
 
 
 def known_finite(tensors: Iterable[Tensor]) -> Tensor | None:
-    """Return True (0-d bool) if it is known here that no floating-point value is infinite or NaN, else None.
-
-    Their sum shows it in one pass; it may be infinite where no value is.
-    """
+    """Return True (0-d bool) if a sum shows here that no floating-point value is infinite or NaN, else None."""
     own = [x for x in tensors if x.is_floating_point() or x.is_complex()]
     if not own or torch.compiler.is_dynamo_compiling() or own[0].device.type != "cpu":
         return None
@@ -187,10 +184,7 @@ def everywhere_within_worker(claim: Tensor, processes: int) -> Tensor:
 
 
 def mean_of_processes(x: Buckets, plan: Plan) -> Buckets:
-    """Average the buckets that all processes of a tensor-parallel group hold; values held by one process alone stay.
-
-    `plan` is the parameters' plan.
-    """
+    """Average the buckets that all processes of a tensor-parallel group hold; `plan` is the parameters'."""
     if not any(bucket.is_common for bucket in plan.buckets):
         return x
     pairs = zip(x, plan.buckets, strict=True)

@@ -30,8 +30,7 @@ Mask = Callable[[str, tuple[int, ...]], bool]
 _LARGE = 16
 """A leaf of its bucket's size divided by this, or more, is computed apart in a simulation (`BucketPlan.apart`)."""
 
-_OWN_BUCKET = 8
-"""A leaf larger than a bucket's limit divided by this has a bucket of its own."""
+_OWN_BUCKET = 8  # a leaf larger than a bucket's limit divided by this has a bucket of its own
 
 
 class Place(NamedTuple):
@@ -67,8 +66,7 @@ class Segment:
     start: int
     numel: int
     is_complex: bool = False
-    place: int = 0
-    """Number of the leaf in the order of the user's tree, in which dicts are not sorted."""
+    place: int = 0  # number of the leaf in the order of the user's tree, in which dicts are not sorted
     attributes: Attributes | None = field(default=None, hash=False)  # None for Dynamo, which cannot make empty ones
 
     def leaf(self, numbers: Tensor) -> Tensor:
@@ -231,10 +229,7 @@ class Buckets:
 
 
 def loose(tensors: Iterable[Tensor], of: Sequence[BucketPlan] = ()) -> Buckets:
-    """Wrap vectors `[..., D]` without leaves (messages, slices, statistics) as buckets of one segment each.
-
-    They are shared if the buckets `of` which they are parts are; `()`: all are.
-    """
+    """Wrap vectors `[..., D]` as buckets of one segment each, shared as those `of` which they are parts; `()`: all."""
     tensors = tuple(tensors)
     are_shared = [bucket.is_shared for bucket in of] or [True] * len(tensors)
     plans = tuple(
@@ -266,15 +261,11 @@ def flatten(
     """Copy a tree of floating-point or complex tensors, of any shapes and strides, into flat buckets.
 
     A bucket holds leaves of one dtype, one device and one answer to every mask (a choice by name and shape), in order,
-    at most `bucket_mb` MiB of them; complex leaves are stored as real numbers, as in torch.optim, and the same tensor
-    in two places once. A leaf larger than an eighth of that has its own bucket: its gradient is then the bucket's,
-    while the gradients of smaller leaves are copied together (once, in one pass). The largest bucket comes first, so
-    that little is left to update when the last message arrives. Buckets of the leaves named in `common`, that all
-    processes of a tensor-parallel group hold, come before all others; they have the same positions, and therefore the
-    same draws, on each process. Buckets of the leaves named in `left_out` are not shared, and come last. `processes`,
-    `tp_size` and `places` are those of `Plan`.
-
-    Raises ValueError for no leaf, a leaf that is not a floating-point or complex tensor, or `bucket_mb` not positive.
+    at most `bucket_mb` MiB of them; complex ones as real numbers, and the same tensor in two places once. A leaf larger
+    than an eighth of that has its own: its gradient is then the bucket's, while those of smaller leaves are copied
+    together. The largest bucket comes first, so that little is left to update when the last message arrives; before it
+    those of leaves in `common`, so that all processes of a tensor-parallel group draw alike for them; last those in
+    `left_out`, which are not shared.
     """
     named = trees.named_leaves(params)
     if not named:

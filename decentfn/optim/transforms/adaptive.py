@@ -10,15 +10,7 @@ from torch import Tensor
 from decentfn.core.arguments import checks_numbers, require
 from decentfn.core.buckets import Buckets, Mask, each, widen, zeros_like
 from decentfn.core.scalars import Numbers, once
-from decentfn.optim.transforms.basic import (
-    RateState,
-    Scalar,
-    new_count,
-    next_rate,
-    start_rate,
-    trace,
-    unless_zero,
-)
+from decentfn.optim.transforms.basic import RateState, Scalar, new_count, next_rate, start_rate, trace, unless_zero
 from decentfn.optim.transforms.optimizers import (
     AdamState,
     moments,
@@ -90,12 +82,7 @@ def lion(
 ) -> Transform:
     """Lion: `x⁺ = x - η (sign(β₁m + (1-β₁)g) + λx);  m⁺ = β₂m + (1-β₂)g`.
 
-    Args:
-        learning_rate: η >= 0, or a function of the count of updates before this one (0-d int64 tensor).
-        b1: β₁ in [0, 1).
-        b2: β₂ in [0, 1).
-        weight_decay: λ >= 0, decoupled, or a function of the count.
-        mask: the leaves that decay, `(dotted name, shape) -> bool`; None: all.
+    Args: those of `adam`, without ε; the decay is decoupled.
     Source: Chen et al., NeurIPS 2023.
     """
     require_adam("lion", b1, b2, 1.0)
@@ -200,14 +187,7 @@ def nadam(
     With Adam's m⁺ and v⁺, `x⁺ = x - η ((1-μₖ)/(1-Πμ) g + μₖ₊₁/(1-Πμ μₖ₊₁) m⁺) / (√(v⁺/(1-β₂ᵏ)) + ε)`, k from 1 and
     Πμ the product of μ₁, ..., μₖ.
 
-    Args:
-        learning_rate: η >= 0, or a function of the count of updates before this one (0-d int64 tensor).
-        b1: β₁ in [0, 1).
-        b2: β₂ in [0, 1).
-        eps: ε > 0.
-        momentum_decay: ψ >= 0.
-        weight_decay: λ >= 0 (l2 regularization), or a function of the count.
-        mask: the leaves that decay.
+    Args: those of `adam`, and ψ = `momentum_decay` >= 0.
     Source: Dozat, ICLR workshop 2016; torch.optim.NAdam.
     """
     require_adam("nadam", b1, b2, eps)
@@ -247,13 +227,7 @@ def radam(
 
     `ρ∞ = 2/(1-β₂) - 1;  ρ = ρ∞ - 2kβ₂ᵏ/(1-β₂ᵏ);  r = √((ρ-4)(ρ-2)ρ∞ / ((ρ∞-4)(ρ∞-2)ρ))`, rectified where ρ > 5.
 
-    Args:
-        learning_rate: η >= 0, or a function of the count of updates before this one (0-d int64 tensor).
-        b1: β₁ in [0, 1).
-        b2: β₂ in [0, 1).
-        eps: ε > 0.
-        weight_decay: λ >= 0 (l2 regularization), or a function of the count.
-        mask: the leaves that decay.
+    Args: those of `adam`.
     Source: Liu et al., ICLR 2020; torch.optim.RAdam.
     """
     require_adam("radam", b1, b2, eps)

@@ -146,14 +146,7 @@ def accum_adam(
 
     Weight decay is added to the gradient. Equations: `scale_by_accum_adam`.
 
-    Args:
-        learning_rate: as for `adam`.
-        b1: β₁ in [0, 1).
-        b2: β₂ in [0, 1).
-        eps: ε > 0.
-        weight_decay: λ >= 0, or a function of the count.
-        accum_iter: s >= 1, updates in a window; 1 is `adam`.
-        mask: the leaves that decay.
+    Args: those of `adam`, and s = `accum_iter` >= 1, the updates in a window; 1 is `adam`.
     Source: Wang et al., ICLR 2025 (Decent-DP).
     """
     require_adam("accum_adam", b1, b2, eps, accum_iter)

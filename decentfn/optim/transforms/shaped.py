@@ -53,13 +53,7 @@ def lamb(
 ) -> Transform:
     """LAMB: `d = Adam's direction + λx;  x⁺ = x - η (‖x‖/‖d‖) d`, the norms of each leaf; 1 where one of them is 0.
 
-    Args:
-        learning_rate: η >= 0, or a function of the count of updates before this one (0-d int64 tensor).
-        b1: β₁ in [0, 1).
-        b2: β₂ in [0, 1).
-        eps: ε > 0.
-        weight_decay: λ >= 0, or a function of the count.
-        mask: the leaves that decay, `(dotted name, shape) -> bool`; None: all.
+    Args: those of `adam`; the decay is part of d.
     Source: You et al., ICLR 2020.
     """
     require_decayed("lamb", learning_rate, weight_decay, mask)
@@ -77,11 +71,7 @@ def lamb(
 
 @checks_numbers
 def adafactor(
-    learning_rate: Scalar = 1e-2,
-    decay: float = 0.8,
-    eps: float = 1e-3,
-    clip: float = 1.0,
-    weight_decay: float = 0.0,
+    learning_rate: Scalar = 1e-2, decay: float = 0.8, eps: float = 1e-3, clip: float = 1.0, weight_decay: float = 0.0
 ) -> Transform:
     """Adafactor, whose second moment of a matrix is kept as means over rows and columns, R and C.
 

@@ -84,10 +84,7 @@ def descending(init: Callable[..., Any], update: Callable[..., Any]) -> Transfor
 
 
 def require_descent(optimizer: Any, plan: Plan | None = None) -> None:
-    """Raise ValueError if the optimizer's updates ascend on all leaves, or on one of the plan's.
-
-    Transforms of other libraries are assumed to descend.
-    """
+    """Raise ValueError if the optimizer's updates ascend on all leaves, or on one of the plan's."""
     sign = sign_of(optimizer)
     segments = () if plan is None else [segment for bucket in plan.buckets for segment in bucket.segments]
     leaf = next((f"leaf {s.name!r}" for s in segments if _at(sign, s.name, s.shape) == 1), None)
