@@ -54,16 +54,18 @@ into the loop that fills their zeros, before the scatter. The messages then deco
 
 
 def _largest_kernel(x: Tensor, k: int) -> Tensor:
+    every = x.shape[-1] // _SAMPLE
+    if x.device.type != "cpu" or every < 8 or x.dtype.itemsize < 4:
+        return x.abs().topk(k, sorted=False).indices
     if x.dim() > 1:
         return torch.stack([_largest_kernel(row, k) for row in x])
-    size, every = x.abs(), x.shape[0] // _SAMPLE
-    if x.device.type == "cpu" and every > 1 and x.dtype.itemsize >= 4:
-        sample = size[::every]
-        expected = k * len(sample) / len(size)
-        rank = min(len(sample), int(expected + 4 * math.sqrt(expected)) + 4)
-        found = (size < sample.topk(rank).values[-1]).logical_not_().nonzero()[:, 0]  # a NaN is the largest, as in topk
-        if len(found) >= k:
-            return found.index_select(0, size.index_select(0, found).topk(k, sorted=False).indices)
+    size = x.abs()
+    sample = size[::every]
+    expected = k * len(sample) / len(size)
+    rank = min(len(sample), int(expected + 4 * math.sqrt(expected)) + 4)
+    found = (size < sample.topk(rank).values[-1]).logical_not_().nonzero()[:, 0]  # a NaN is the largest, as in topk
+    if len(found) >= k:
+        return found.index_select(0, size.index_select(0, found).topk(k, sorted=False).indices)
     return size.topk(k, sorted=False).indices
 
 
@@ -77,8 +79,8 @@ largest = operator(
 )
 """Operator `(x [D], k)` -> places `[k]` of the values of largest magnitude, in any order.
 
-PyTorch's `topk` on a CPU moves all values with their places, four times longer than this: a sample bounds the k-th
-magnitude from below, and only values above the bound are sorted. Which of equal magnitudes are taken may differ.
+PyTorch's `topk` on a CPU moves all values with their places, four times longer than this for 10^6 values: a sample bounds
+the k-th magnitude from below, and only values above the bound are sorted. Which of equal magnitudes are taken may differ.
 """
 
 
