@@ -1,5 +1,6 @@
 import gc
 import os
+import sys
 from collections import Counter
 
 import hypothesis
@@ -40,6 +41,19 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
+
+
+@pytest.fixture(autouse=True)
+def _compiler_stays_on():
+    """A stance, a mode or a trace that a test left behind would fail another test of this process, which then compiles nothing."""
+    yield
+    if frames := sys.modules.get("torch._dynamo.eval_frame"):
+        before = frames._stance
+        torch.compiler.set_stance("default")
+        assert before.stance == "default", before
+        assert not torch.fx._symbolic_trace.is_fx_symbolic_tracing()
+        assert not torch.utils._python_dispatch.is_in_any_mode_without_ignore_compile_internals()
+        assert not sys.modules["torch._dynamo.config"].disable and frames.set_eval_frame(None) is None
 
 
 @pytest.fixture(scope="session")

@@ -64,16 +64,17 @@ def require_none(refs: Sequence[ref[Tensor]]) -> None:
 
 
 def require_apart(call: str, tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if tensors share memory, unless they are several constants: copies of them would not share it."""
-    by_place: dict[int, list[str]] = {}
-    for name, x in tensors.items():
-        if x.layout == torch.strided and x.numel() and x.data_ptr():  # 0 on the meta device
-            by_place.setdefault(x.data_ptr(), []).append(name)
-    for names in by_place.values():
-        own = {id(tensors[name]): tensors[name] for name in names}
-        is_apart = len(names) == 1 or (len(own) == len(names) and not any(x.requires_grad for x in own.values()))
-        rule = f"{brief(names)} share their memory, and a state would hold them apart; make them one Parameter."
-        require(is_apart, call, rule)
+    """Raise ValueError if tensors share memory, unless they are several frozen parameters: their copies stay equal."""
+    placed = [(x.data_ptr(), name) for name, x in tensors.items() if x.layout == torch.strided and x.numel()]
+    end, names = 0, list[str]()
+    for start, name in sorted(placed):
+        x = tensors[name]
+        names = [*names, name] if 0 < start < end else [name]  # 0 on the meta device
+        end = max(end, start + x.element_size() * (x.numel() if x.is_contiguous() else 1))
+        own = {id(tensors[n]): tensors[n] for n in names}
+        is_frozen = all(isinstance(x, nn.Parameter) and not x.requires_grad for x in own.values())
+        rule = f"{brief(names)} share their memory, and a state would hold them apart; make them one Parameter, or one buffer, or clone() one."
+        require(len(names) == 1 or (len(own) == len(names) and is_frozen), call, rule)
 
 
 def copied(call: str, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -285,6 +285,23 @@ def test_a_parameter_whose_copy_in_a_state_would_not_follow_another_one_is_refus
         df.functional(nn.Sequential(a, b), mse_loss)
 
 
+@pytest.mark.parametrize("of", ["parameters", "buffers"])
+def test_a_part_of_another_tensor_is_refused_and_neighbors_in_one_memory_are_not(of):
+    """As a fused projection has them, or two views of one table: a copy of the part would not follow the whole."""
+
+    def made(*parts):
+        net = nn.Linear(2, 2)
+        for i, part in enumerate(parts):
+            net.register_buffer(f"p{i}", part) if of == "buffers" else net.register_parameter(f"p{i}", nn.Parameter(part))
+        return df.functional(net, mse_loss)
+
+    whole = torch.ones(6, 4)
+    with pytest.raises(ValueError, match=r"\['p0', 'p1'\] share their memory.*clone\(\)"):
+        made(whole, whole[2:4])
+    assert len(made(whole[:2], whole[2:4], whole[4:])) == 3
+    assert len(made(whole[:, :2], whole[:, 2:])) == 3
+
+
 def test_constants_and_tensors_without_memory_may_share_it():
     a, b = nn.Linear(4, 4), nn.Linear(4, 4)
     b.weight.data = a.weight.data

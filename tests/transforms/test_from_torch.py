@@ -1,12 +1,16 @@
 """Optimizers of torch.optim as pairs `(init, update)`: equal to themselves in a plain loop."""
 
+import threading
 import warnings
+from contextlib import suppress
 from functools import partial
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 import decentfn as df
+from decentfn.core.buckets import flatten
 from decentfn.optim.transforms import from_torch
 from decentfn.testing.ranks import on_kept_ranks
 
@@ -158,6 +162,35 @@ def test_compiled_and_simulated_workers_equal_their_plain_loops(name):
         state, _ = ours(simulated, df.stack(init(params), n), batches)
         for i in range(n):
             assert_equal(df.params(df.worker(state, i)), expected[i])
+
+
+def test_ranks_that_are_threads_leave_the_compiler_on():
+    """The first trial waits for the second, and the second for the first's end; one at a time they do not meet."""
+    in_trial, entered, first_left = threading.Barrier(2), [], threading.Event()
+
+    class Meeting(torch.optim.SGD):
+        def step(self, closure=None):
+            if threading.get_ident() not in entered:
+                entered.append(threading.get_ident())
+                with suppress(threading.BrokenBarrierError):
+                    in_trial.wait(0.5)
+                    if entered[0] != threading.get_ident():
+                        first_left.wait(5)
+            return super().step(closure)
+
+    def work():
+        from_torch(partial(Meeting, lr=0.1)).init(flatten(torch.ones(2)))
+        if entered[0] == threading.get_ident():
+            first_left.set()
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    compiled = torch.compile(lambda x: x + 1, fullgraph=True, backend=(counter := CompileCounter()))
+    compiled(torch.ones(2))
+    assert len(entered) == 2 and counter.frame_count == 1
 
 
 @pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.thorough)])

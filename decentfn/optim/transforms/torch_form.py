@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ Places = list[dict[str, Tensor]]
 
 CALL = "from_torch(make)"
 
+_alone = threading.RLock()
 TRIALS = 8
 """Steps from which a form is learned; prodigyopt 1.1.2 changes its estimate in the fifth."""
 
@@ -224,8 +226,9 @@ def sends(optimizer: Any, named: Named, grads: Buckets) -> bool:
         p.grad = g
     counted = {getattr(c10d, name): lambda *_, **__: sent.append(1) or 0 for name in _MESSAGES if hasattr(c10d, name)}
     watched = FlopCounterMode(display=False, custom_mapping=counted)
-    # A compiled function that runs in such a mode would never be compiled again.
-    with suppress(Exception), torch.compiler.set_stance("force_eager"), watched:
+    # A compiled function that runs in such a mode would never be compiled again. PyTorch keeps stance and mode for the process
+    # and restores what was found: of two threads at once, the second would leave the first one's, and nothing would compile.
+    with _alone, suppress(Exception), torch.compiler.set_stance("force_eager"), watched:
         optimizer.step()
     return len(sent) > 0
 
