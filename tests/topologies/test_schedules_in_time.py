@@ -108,6 +108,12 @@ def test_a_combination_of_a_schedule_with_a_start_has_the_matrices_of_its_defini
                     np.testing.assert_allclose(expected[t], expected[t + made.period], rtol=0, atol=1e-12)
 
 
+def test_a_schedule_that_repeats_makes_the_rows_of_each_round_once():
+    for made in (later(1, df.topology("one-peer-exp", 8)), until(5, ring(8), every(2, complete(8)))):
+        rows = [made.rows(t, torch.device("cpu")) for t in range(made.start + 3 * made.period)]
+        assert len({id(row) for row in rows}) <= made.start + made.period
+
+
 @pytest.mark.parametrize("name", ["base", "static-exp", "complete"])
 def test_a_schedule_with_a_start_is_measured_after_it(name):
     whole = df.topology(name, 6)
