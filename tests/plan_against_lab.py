@@ -100,7 +100,7 @@ NETWORKS = {
         ["--mbit", "100", "--delay-ms", "5"],
         [
             Setting("D-PSGD", False, gossip(), "ring", 4, 0.1, plan=AWC),
-            Setting("all-reduce", True, all_reduced, "complete", 4, 0.2, 1, AFTER, DDP),
+            Setting("all-reduce", True, all_reduced, "complete", 4, 0.2, 1, AFTER),
             Setting("D-PSGD, bf16 wire", False, gossip(**NARROW), "base", 8, 0.1, 0.5, {}, (AWC[0], NARROW)),
             Setting(
                 "deep_squeeze, top_k(0.05)",
@@ -174,7 +174,7 @@ NETWORKS = {
         [
             Setting("D-PSGD", False, gossip(), "ring", 4, 0.1, plan=AWC),
             Setting("D-PSGD", True, gossip(), "one-peer-exp", 4, 0.1, plan=AWC),
-            Setting("all-reduce", True, all_reduced, "complete", 4, 0.2, 1, AFTER, DDP),
+            Setting("all-reduce", True, all_reduced, "complete", 4, 0.2, 1, AFTER),
             Setting(
                 "asynchronous",
                 False,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json as json_format
+import json
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -21,14 +21,13 @@ _WINDOW_MB = 1
 """Of TCP's windows, which every Linux allows."""
 
 
-def links(*, out: Path = Path("links.json"), json: bool = False) -> None:
+def links(*, out: Path = Path("links.json")) -> None:
     """Measure the links between all processes: `torchrun ... -m decentfn links`, or under `decentfn lab`.
 
     Prints nodes, rates and latencies between them, and what is wrong. Takes at most about 20 s for 16 processes.
 
     Args:
         out: file of the numbers, for `decentfn plan --links`.
-        json: print the file.
     """
     world = init(timeout=timedelta(minutes=2))
     rule = "it measures between processes; start it by torchrun, or by `decentfn lab -n 4 -- python -m decentfn links`."
@@ -41,10 +40,7 @@ def links(*, out: Path = Path("links.json"), json: bool = False) -> None:
     if world.rank:
         return
     found["findings"] = list(findings(found)) or ["nothing unusual"]
-    out.write_text(json_format.dumps(found, indent=1))
-    if json:
-        print(out.read_text())
-        return
+    out.write_text(json.dumps(found, indent=1))
     show([{name: str(x) if isinstance(x, list) else x for name, x in node.items()} for node in found["nodes"]])
     titles = {"Mbit/s": "mbit", "ms": "latency_ms", "ms, median": "latency_median_ms", "ms, 99 %": "latency_99_ms"}
     for title, name in titles.items():

@@ -183,7 +183,7 @@ def _mbit(groups: Sequence[Any], peer: int, seconds: float, size: int, rate: flo
         works = [dist.irecv(inbox, peer, group) for group in groups for _ in range(_MESSAGES)]
         works += [dist.isend(x, peer, group) for group in groups for _ in range(_MESSAGES)]
         with ThreadPoolExecutor(1) as thread:
-            waiting = thread.submit(_wait, works)
+            waiting = thread.submit(lambda its: [work.wait() for work in its], works)
             while not waiting.done():
                 wait([waiting], seconds / _COUNTS)
                 counts.append(_arrived())
@@ -198,11 +198,6 @@ def _mbit(groups: Sequence[Any], peer: int, seconds: float, size: int, rate: flo
         if growth == 1:
             return rate, size
         size *= int(growth)
-
-
-def _wait(works: Sequence[Any]) -> None:
-    for work in works:
-        work.wait()
 
 
 class _Count(NamedTuple):
