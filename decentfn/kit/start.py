@@ -49,14 +49,16 @@ def lay_out(
         if topologies[0].num_workers % (here := collectives.world()).size:
             collectives.refuse_size(here, 1, topologies[0].num_workers, "init(params)")
         devices = {tensor.device: plan.segments[0].name for tensor, plan in zip(x, x.plan.buckets, strict=True)}
-        where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
-        rule = f"{where}; a worker's parameters are on one device: model.to(df.init().device) before."
-        require(len(devices) == 1, "init(params)", rule)
-        collectives.require_messages_from("init(params)", x[0].device)
+        if len(devices) > 1:
+            where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+            rule = "a worker's parameters are on one device: model.to(df.init().device) before."
+            raise ValueError(f"init(params): {where}; {rule}")
+        [device] = devices
+        collectives.require_messages_from("init(params)", device)
     except Exception as error:
         agree([f"{type(error).__name__}: {error}"])  # otherwise ranks without an error would wait for this one
         raise
-    agree(fingerprint(x.plan, topologies[0], x[0].device, masks), x.plan.describe())
+    agree(fingerprint(x.plan, topologies[0], device, masks), x.plan.describe())
     if partition.tp_size > 1:
         common = [(name, leaf) for name, leaf in trees.named_leaves(params) if name in partition.common]
         lines = [f"{name} with digest {digest(leaf)}" for name, leaf in common]

@@ -291,16 +291,9 @@ def _kernel(
             adapter.step(Buckets([g[i] for g in grads], layout), x, own)
 
 
-def _over_workers(
-    info: Any,
-    in_dims: Any,
-    grads: list[Tensor],
-    params: list[Tensor],
-    state: list[Tensor],
-    handle: Tensor,
-    plan: int,
-    workers: int,
-) -> tuple[None, None]:
+def _over_workers(info: Any, in_dims: Any, *arguments: Any) -> tuple[None, None]:
+    *tensors, handle, plan, workers = arguments
+
     def first(tensors: list[Tensor], dims: list[int | None]) -> list[Tensor]:
         pairs = zip(tensors, dims, strict=True)
         return [x.expand(info.batch_size, *x.shape) if d is None else x.movedim(d, 0) for x, d in pairs]
@@ -312,7 +305,7 @@ def _over_workers(
         )
     rule = "under vmap, parameters and optimizer's state need a row for each worker, as df.stack(state, N) has."
     require(None not in (*in_dims[1], *in_dims[2]), "from_torch: update(grads, state, params)", rule)
-    parts = [first(x, d) for x, d in zip((grads, params, state), in_dims[:3], strict=True)]
+    parts = [first(x, d) for x, d in zip(tensors, in_dims[:3], strict=True)]
     _step(*parts, handle, plan, info.batch_size)
     return None, None
 
