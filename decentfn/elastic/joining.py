@@ -25,6 +25,7 @@ import decentfn
 from decentfn.comm.collectives import Channels, World
 from decentfn.comm.fingerprint import as_bytes
 from decentfn.core import trees
+from decentfn.core.arguments import require
 from decentfn.core.formatting import brief_error
 from decentfn.elastic.generation import Generation, Members, generation_of
 from decentfn.elastic.liveness import Liveness
@@ -70,10 +71,8 @@ def wait_for_run(here: World, store: Store, timeout: timedelta) -> World:
             raise PlanMismatch(
                 f"init(join=True): the run has {what} {theirs[what]}, and this process {version}; install the same here."
             )
-    if device != "cpu":
-        raise ValueError(
-            "init(join=True): the run is on GPUs, which only runs on the CPU support; start them all again."
-        )
+    rule = "the run is on GPUs, which only runs on the CPU support; start them all again."
+    require(device == "cpu", "init(join=True)", rule)
     identity = replace(here.identity, num_workers=size, size_at_start=size)
     alone = Generation(here, Members(0, (), (0,)), 0, PrefixStore(f"{_RUN} {name}", store))
     here.become(channels=Channels(identity, None, timeout), hooks=(alone,))

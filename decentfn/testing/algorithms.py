@@ -6,7 +6,7 @@ An algorithm may decline a promise at construction with a ValueError; `try_promi
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from decentfn.core.buckets import Buckets
 from decentfn.core.trees import PyTree
 from decentfn.engine.compilation import compile
 from decentfn.engine.simulation import simulate, stack, worker
-from decentfn.gradient import LossFn, accumulate, autograd, dynamic_loss_scale
+from decentfn.gradient import accumulate, autograd, dynamic_loss_scale
 from decentfn.kit.step import Algorithm
 from decentfn.optim.transforms import MixAware, MixContext, sgd
 from decentfn.testing import problem
@@ -28,8 +28,7 @@ from decentfn.testing.subjects import (
     Run,
     Subject,
     assert_close,
-    build_only,
-    graphs,
+    program,
     ranks,
     simulated,
 )
@@ -79,17 +78,12 @@ def one_graph(subject: Subject) -> None:
 def _assert_few_graphs(subject: Subject, run: Run) -> None:
     schedules = subject.build().step.schedules
     kinds = {any(one.round(t).is_active for one in schedules) for t in range(STEPS)}
-    assert graphs(subject, run) == len(kinds), f"{graphs(subject, run)} graphs for {STEPS} steps"
+    found = len(program(subject, run).graphs)
+    assert found == len(kinds), f"{found} graphs for {STEPS} steps"
 
 
-def _averaged(algorithm: Algorithm) -> Algorithm:
-    return ema(algorithm, 0.8)
-
-
-def _scaled(loss_fn: LossFn) -> LossFn:
-    return dynamic_loss_scale(loss_fn, init_scale=2.0**10)
-
-
+_averaged = partial(ema, decay=0.8)
+_scaled = partial(dynamic_loss_scale, init_scale=2.0**10)
 _NARROW = Run(options=(("wire_dtype", torch.bfloat16),))
 _SCALED = Run(losses=(_scaled,))
 _MIXED_BUFFERS = Run(with_buffers=True, wrappers=(average_buffers,))
@@ -127,7 +121,7 @@ def _assert_packed_ranks_agree(subject: Subject, packed: Run) -> None:
 
 def _takes(subject: Subject, run: Run) -> bool:
     try:
-        build_only(subject, run)
+        program(subject, run)
     except Declined:
         return False
     return True
@@ -199,7 +193,7 @@ def laws_hold(subject: Subject) -> None:
 
 def laws_hold_on_a_narrow_wire(subject: Subject) -> None:
     """The invariants hold with a bfloat16 wire and two workers per process."""
-    build_only(subject, _NARROW)
+    program(subject, _NARROW)
     if subject.mixes_narrow:
         _assert_laws(subject, _packed(subject))
     else:
@@ -256,7 +250,7 @@ def scales_the_loss(subject: Subject) -> None:
     """A loss scale without overflow does not change the result; if one worker overflows, its scale shrinks, all values
     stay finite, and the invariants hold (traced, on ranks).
     """
-    build_only(subject, _SCALED)
+    program(subject, _SCALED)
     run = _full(subject)
     assert_close(params_of(ranks(subject, run)[-1]), params_of(simulated(subject)[-1]))
     end = ranks(subject, run, batches=_overflowing(problem.batch))[-1]
@@ -285,7 +279,7 @@ def keeps_an_ema(subject: Subject) -> None:
 
 def averages_buffers(subject: Subject) -> None:
     """`average_buffers` mixes floating-point buffers only, on ranks, traced and donated; their disagreement shrinks."""
-    build_only(subject, _MIXED_BUFFERS)
+    program(subject, _MIXED_BUFFERS)
     mixed = ranks(subject, _full(subject))
     apart = simulated(subject, Run(with_buffers=True))
     near, far = (
@@ -297,7 +291,7 @@ def averages_buffers(subject: Subject) -> None:
 
 def shows_the_mix(subject: Subject) -> None:
     """A `MixAware` optimizer receives the messages, with weights that sum to one, on ranks and in the simulator."""
-    build_only(subject, _MIX_AWARE)
+    program(subject, _MIX_AWARE)
     end = simulated(subject, _MIX_AWARE)[-1]
     assert_close(ranks(subject, _MIX_AWARE)[-1], end)
     assert_close(end.local.opt, torch.ones(subject.num_workers, dtype=torch.float64))

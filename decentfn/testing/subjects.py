@@ -128,7 +128,8 @@ class _Program(NamedTuple):
 
 
 @lru_cache(maxsize=16)
-def _program(subject: Subject, run: Run) -> _Program:
+def program(subject: Subject, run: Run) -> _Program:
+    """Build the algorithm and the step of a run, or raise `Declined`."""
     loss_fn: LossFn = problem.loss_with_buffers if run.with_buffers else problem.loss_fn
     for around in run.losses:
         loss_fn = around(loss_fn)
@@ -149,11 +150,6 @@ def _program(subject: Subject, run: Run) -> _Program:
     return _Program(algorithm, step, threading.Event(), graphs, local)
 
 
-def graphs(subject: Subject, run: Run) -> int:
-    """Return the number of graphs of this run's step so far."""
-    return len(_program(subject, run).graphs)
-
-
 _PLAIN = Run()
 
 Batches = Callable[[int, int], PyTree]
@@ -164,8 +160,8 @@ def ranks(
     subject: Subject, run: Run, *, steps: int = STEPS, batches: Batches = problem.batch, delay: float = 0.0
 ) -> list[Any]:
     """Return the stacked states of all workers, initial and after every step, computed by gloo ranks."""
-    program = _program(subject, run)
-    size, local = subject.num_workers // program.local, program.local
+    built = program(subject, run)
+    size, local = subject.num_workers // built.local, built.local
 
     def workers(rank: int) -> range:
         return range(rank * local, (rank + 1) * local)
@@ -175,22 +171,22 @@ def ranks(
         return problem.stacked(rows) if local > 1 else rows[0]
 
     def start(rank: int) -> Any:
-        algorithm, own = program.algorithm, workers(rank)
+        algorithm, own = built.algorithm, workers(rank)
         return subject.start(algorithm, own, stacked=local > 1, with_buffers=run.with_buffers)
 
     def train(rank: int) -> list[Any]:
         state, history = starts[rank], [trees.map(torch.clone, starts[rank])]
         for t in range(steps):
-            state, _ = program.step(state, batch(rank, t), t)
+            state, _ = built.step(state, batch(rank, t), t)
             history.append(trees.map(torch.clone, state))
         return history
 
     starts = on_kept_ranks(size, start, delay=delay)
-    if run.backend not in (None, "donate") and not program.is_compiled.is_set():
+    if run.backend not in (None, "donate") and not built.is_compiled.is_set():
         with alone_as_rank_of(size):
             for t in range(steps):  # with and without a round
-                program.step(trees.map(torch.clone, starts[0]), batch(0, t), t)
-        program.is_compiled.set()
+                built.step(trees.map(torch.clone, starts[0]), batch(0, t), t)
+        built.is_compiled.set()
     join = torch.cat if local > 1 else torch.stack
     histories = on_kept_ranks(size, train, delay=delay)
     return [trees.map(lambda *rows: join(rows), *states) for states in zip(*histories, strict=True)]
@@ -200,19 +196,14 @@ def ranks(
 def simulated(subject: Subject, run: Run = _PLAIN, *, batches: Batches = problem.batch) -> list[Any]:
     """Return the states as `ranks` does, computed eagerly by the simulator."""
     n = subject.num_workers
-    program = _program(subject, run._replace(backend=None, local=n))
-    state = subject.start(program.algorithm, range(n), stacked=True, with_buffers=run.with_buffers)
+    built = program(subject, run._replace(backend=None, local=n))
+    state = subject.start(built.algorithm, range(n), stacked=True, with_buffers=run.with_buffers)
     history = [state]
     for t in range(STEPS):
-        state, _ = program.step(state, problem.stacked([batches(i, t) for i in range(n)]), t)
+        state, _ = built.step(state, problem.stacked([batches(i, t) for i in range(n)]), t)
         history.append(state)
     assert all(bool(torch.isfinite(bucket).all()) for bucket in state.params), "the simulation is not finite"
     return history
-
-
-def build_only(subject: Subject, run: Run) -> None:
-    """Build the algorithm for this run, or raise `Declined`."""
-    _program(subject, run)
 
 
 _CLOSE = {torch.float64: 1e-7, torch.float32: 2e-5, torch.bfloat16: 0.05, torch.float16: 0.005}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from decentfn.comm import collectives
+from decentfn.core.arguments import require
 from decentfn.core.formatting import brief, brief_error
 from decentfn.errors import CheckpointCorrupt, NonFinite, RunError
 
@@ -69,8 +70,6 @@ def one_path(call: str, path: Any) -> Path:
     """Return the path if all processes pass the same, or raise ValueError on all. Collective."""
     told = on_all(call, lambda: str(as_path(call, path)))
     for rank, its in enumerate(told):
-        if its != told[0]:
-            raise ValueError(
-                f"{call}: the path is {its!r} on rank {rank} and {told[0]!r} on rank 0; give one that all of them see."
-            )
+        rule = f"the path is {its!r} on rank {rank} and {told[0]!r} on rank 0; give one that all of them see."
+        require(its == told[0], call, rule)
     return Path(told[0])

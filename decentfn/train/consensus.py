@@ -229,17 +229,14 @@ def distance_in_steps(
         rate = torch.tensor(learning_rate, dtype=torch.float64)
     distance = consensus_distance(state)
     if adaptive:
-        length = rate.to(distance.device) * _count(part_of(_buckets(state), True)) ** 0.5
+        x = part_of(_buckets(state), True)
+        own = counted_once([torch.tensor(float(b.shape[-1]), device=b.device) for b in x], x.plan)
+        count = float(sum_within_worker(torch.stack(own).sum(), x.plan.processes))
+        length = rate.to(distance.device) * count**0.5
     else:
         norm = mean(state, metrics.grad_norm).double()
         length = rate.to(norm.device) / (1 - momentum) * norm
     return torch.where(distance == 0, 0.0, distance / length)
-
-
-def _count(x: Buckets) -> float:
-    """Return the number of a worker's parameters."""
-    own = counted_once([torch.tensor(float(b.shape[-1]), device=b.device) for b in x], x.plan)
-    return float(sum_within_worker(torch.stack(own).sum(), x.plan.processes))
 
 
 @collectives.calling("df.gather(state, tree)", of_state=True)

@@ -53,10 +53,8 @@ class Shards:
 
     def batch_at(self, t: int, worker: int) -> Tensor:
         """Return the sample indices of `worker` in step `t`, `[batch_size]` int64."""
-        if not 0 <= worker < self.num_workers or t < 0:
-            raise ValueError(
-                f"batch_at(t={t}, worker={worker}): t >= 0, and there are {self.num_workers} workers, from 0."
-            )
+        rule = f"t >= 0, and there are {self.num_workers} workers, from 0."
+        require(0 <= worker < self.num_workers and t >= 0, "batch_at", rule, t=t, worker=worker)
         return self._positions(t, worker)
 
     def stacked_at(self, t: int) -> Tensor:

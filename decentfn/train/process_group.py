@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from decentfn import sharded
 from decentfn.comm import collectives
 from decentfn.comm.collectives import World
-from decentfn.core.arguments import checks_numbers, real
+from decentfn.core.arguments import checks_numbers, real, require
 from decentfn.core.formatting import brief, brief_error, warn
 from decentfn.elastic.joining import versions, wait_for_run
 from decentfn.engine.memory import keep_freed_memory
@@ -105,7 +105,8 @@ def init(
             end_with_agent()
             _start(backend, gpus, timeout)
         else:
-            collectives.adopt_default_group(device=_device_alone(gpus))
+            place = f"cuda:{torch.cuda.current_device() if torch.cuda.is_initialized() else 0}" if gpus else "cpu"
+            collectives.adopt_default_group(device=torch.device(place))
             if gpus > 1:
                 _log.warning(
                     "init(): this is one process, one worker, and %d GPUs are here; `torchrun --nproc-per-node %d script.py` starts "
@@ -152,10 +153,8 @@ def _take_over(backend: str | None, timeout: timedelta | None) -> None:
     known = collectives.all_processes()
     if timeout is None or known.timeout == timeout:
         return
-    if known.timeout is not None:
-        raise ValueError(
-            f"init(timeout={timeout}): an earlier df.init set {known.timeout}; pass the timeout to the first call, and leave it out here."
-        )
+    rule = f"an earlier df.init set {known.timeout}; pass the timeout to the first call, and leave it out here."
+    require(known.timeout is None, f"init(timeout={timeout})", rule)
     group: Any = dist.group.WORLD
     group.set_timeout(timeout)
     collectives.adopt_default_group(timeout, known.device)
@@ -193,12 +192,6 @@ def _processes_per_worker(said: int | str, world: World) -> int:
 
 def _takes_gpus(backend: str | None) -> bool:
     return backend is None or "nccl" in backend
-
-
-def _device_alone(gpus: int) -> torch.device:
-    if not gpus:
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
 
 
 def _is_launched(environment: Mapping[str, str]) -> bool:

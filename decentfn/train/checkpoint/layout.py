@@ -17,6 +17,7 @@ from torch import Tensor
 
 from decentfn.comm.fingerprint import digest
 from decentfn.core import trees
+from decentfn.core.arguments import require
 from decentfn.core.buckets import Buckets, Place, Plan
 from decentfn.core.formatting import brief
 from decentfn.train.consensus import is_stacked
@@ -92,10 +93,8 @@ def leaves_of(state: Any) -> list[Leaf]:
                 raise ValueError(
                     f"checkpoint: leaf {name!r} of the state is {kind}, which safetensors files do not hold."
                 )
-            if name in found:
-                raise ValueError(
-                    f"checkpoint: two leaves of the state are called {name!r}; rename a key of the parameters."
-                )
+            rule = f"two leaves of the state are called {name!r}; rename a key of the parameters."
+            require(name not in found, "checkpoint", rule)
             values = x if stacked else x[None]
             by_bucket = not isinstance(node, Buckets) and values.dim() > 1 and not path.startswith("local.buffers")
             found[name] = Leaf(name, values, by_bucket, shard)
