@@ -292,7 +292,9 @@ def test_a_part_of_another_tensor_is_refused_and_neighbors_in_one_memory_are_not
     def made(*parts):
         net = nn.Linear(2, 2)
         for i, part in enumerate(parts):
-            net.register_buffer(f"p{i}", part) if of == "buffers" else net.register_parameter(f"p{i}", nn.Parameter(part))
+            net.register_buffer(f"p{i}", part) if of == "buffers" else net.register_parameter(
+                f"p{i}", nn.Parameter(part)
+            )
         return df.functional(net, mse_loss)
 
     whole = torch.ones(6, 4)
