@@ -9,6 +9,7 @@ from tyro.conf import Positional, arg
 
 from decentfn import plots
 from decentfn.cli.tables import show, show_facts
+from decentfn.core.arguments import MOST_WORKERS, require
 from decentfn.topologies import Topology, certificate, mixing_matrix
 from decentfn.topologies import topology as by_name
 from decentfn.topologies.registry import of_size
@@ -54,6 +55,7 @@ def topologies(num_workers: Workers, *, local_world_size: int | None = None, jso
         json: print JSON.
     """
     found = of_size(num_workers, local_world_size)
+    require(len(found) > 0, "topologies", f"none has so many; 1 to {MOST_WORKERS}.", num_workers=num_workers)
     rows = [_facts(made) | {"name": name} for name, made in found.items()]
     show(rows, as_json=json)
 

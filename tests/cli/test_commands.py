@@ -113,3 +113,12 @@ def test_the_doctor_trains_on_two_ranks_and_names_an_unknown_interface(capsys, m
     checks = {row["check"]: row for row in json.loads(capsys.readouterr().out)}
     assert end.value.code == 1
     assert "no interface nope0" in checks["GLOO_SOCKET_IFNAME"]["fix"] and not checks["two ranks"]["ok"]
+
+
+def test_a_number_of_workers_that_no_topology_has_is_refused_in_place_of_an_empty_table():
+    for n in ("0", "-3", "99999999"):
+        done = subprocess.run(
+            [sys.executable, "-m", "decentfn", "topologies", "-n", n], capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 2 and done.stdout == "" and "none has so many; 1 to 1048576." in done.stderr
+        assert len(done.stderr.splitlines()) == 1
