@@ -191,7 +191,7 @@ def accelerated_gossip() -> Figure:
         pairs, both = df.topologies.shuffled(df.topology("ring", n)), df.topology("static-ring", n)
         eta = rates(pairs)[0]
         beta = 1 - df.topologies.certificate(both).spectral_gap
-        root = math.sqrt(fast_gossip_momentum("picture", both))
+        root = math.sqrt(fast_gossip_momentum(MESSAGES // 2, both))
         fast = [1.0] + [_disagreement(df.adapt_then_combine, both, 1, gossip_rounds=r)[1] for r in rounds[1:]]
         gap = 2 * (1 - math.cos(2 * math.pi / n)) / 2  # of the Laplacian of the expected meetings
         curves = (

@@ -53,12 +53,29 @@ def require_static_symmetric(call: str, topology: Topology) -> None:
         )
 
 
-def fast_gossip_momentum(call: str, topology: Topology) -> float:
-    """Return η of fast gossip averaging (`Worker.mix`), from the second-largest singular value of one symmetric W."""
+def fast_gossip_momentum(rounds: int, topology: Topology) -> float:
+    """Return η of fast gossip averaging (`Worker.mix`), from the second-largest singular value of one symmetric W.
+
+    Raises:
+        ValueError: not one symmetric W, or one on which so few rounds from a_{-1} = a_0 make disagreement grow.
+    """
+    call, n = f"gossip_rounds={rounds}", topology.num_workers
     require_static_symmetric(call, topology)
-    away = mixing_matrix(topology, 0) - 1 / topology.num_workers
-    root = math.sqrt(max(0.0, 1 - float(torch.linalg.matrix_norm(away, 2)) ** 2))
-    return (1 - root) / (1 + root)
+    values = torch.linalg.eigvalsh(mixing_matrix(topology, 0) - 1 / n)
+    root = math.sqrt(max(0.0, 1 - float(values.abs().max()) ** 2))
+    eta = (1 - root) / (1 + root)
+    before = now = torch.ones_like(values)
+    factors = [1.0]
+    for _ in range(rounds + 8 * n):  # its memory is shorter than that of a chain
+        before, now = now, (1 + eta) * values * now - eta * before
+        factors.append(float(now.abs().max()))
+    if factors[rounds] > 1 + 1e-9:
+        enough = [r for r, factor in enumerate(factors) if r > rounds and factor < 1]
+        raise ValueError(
+            f"{call}: on {topology.name!r} so few rounds of fast gossip multiply disagreement by {factors[rounds]:.3g}; use "
+            + (f"gossip_rounds={enough[0]}, or leave it out." if enough else "df.topologies.lazy(topology).")
+        )
+    return eta
 
 
 def require_static(call: str, topology: Topology, why: str, way_out: str) -> None:

@@ -80,9 +80,7 @@ class Worker:
         require_arguments(loss_fn, optimizer, topology, shows_mix, options)
         require_whole("Worker", gossip_rounds=gossip_rounds)
         self.gossip_rounds = gossip_rounds
-        self.gossip_momentum = (
-            fast_gossip_momentum(f"gossip_rounds={gossip_rounds}", topology) if gossip_rounds > 1 else 0.0
-        )
+        self.gossip_momentum = fast_gossip_momentum(gossip_rounds, topology) if gossip_rounds > 1 else 0.0
         self.partition = partition_of_loss(loss_fn)
         self.scaling = loss_fn if isinstance(loss_fn, DynamicLossScale) else None
         self.loss_fn = loss_fn if self.scaling is None else self.scaling.loss_fn
