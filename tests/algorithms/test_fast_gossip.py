@@ -114,6 +114,8 @@ def test_so_few_rounds_that_disagreement_would_grow_are_refused_and_the_advice_w
             if not grows:
                 build(gossip_rounds=rounds)
                 continue
-            with pytest.raises(ValueError, match=rf"gossip_rounds={rounds}: on .* multiply disagreement by \d") as error:
+            with pytest.raises(
+                ValueError, match=rf"gossip_rounds={rounds}: on .* multiply disagreement by \d"
+            ) as error:
                 build(gossip_rounds=rounds)
             build(gossip_rounds=int(re.findall(r"use gossip_rounds=(\d+)", str(error.value))[0]))
