@@ -132,7 +132,7 @@ def compile(
         for i, x in enumerate(places):
             if isinstance(x, Tensor) and x.dim() == 0 and x.dtype == torch.float64:
                 places[i] = [x.view(1)]
-        if not step.is_by_autograd and not trees.is_flat(batch):
+        if not (step.is_by_autograd or type(batch) is Tensor or trees.is_flat(batch)):
             batch = trees.map(trees.unclassed, trees.plain(batch))
         guard_everything()
         # Of several processes a step may wait for a message, and must be interrupted.

@@ -148,7 +148,7 @@ class Topology:
         one = self
         while one.turn is not None:
             one, t = one.turn(t)
-        return one.round(t).is_active
+        return one._rounds(one._phase(t)).is_active
 
     def peers(self, t: int | Tensor) -> Peers:
         """Return the peers of step `t` as Python integers."""
@@ -170,7 +170,9 @@ class Topology:
 
     def _phase(self, t: int) -> int:
         """Return the first step with the round of step `t`."""
-        return t if self.period is None or 0 <= t < self.start else self.start + (t - self.start) % self.period
+        if self.draw is None:
+            return t % len(self.sources)
+        return t if self.repeats is None or 0 <= t < self.start else self.start + (t - self.start) % self.repeats
 
     def _make_round(self, key: int) -> Round:
         if self.draw is not None:
