@@ -141,18 +141,18 @@ class Topology:
 
     def round(self, t: int | Tensor) -> Round:
         """Return the round of step `t`."""
-        return self._rounds(self._phase(int(t)))
+        return self._rounds(self._phase(int(t)) if self.draw else int(t) % len(self.sources))
 
     def is_active(self, t: int) -> bool:
         """Return False if step `t` is idle; the rounds of a combination are not computed for it."""
         one = self
         while one.turn is not None:
             one, t = one.turn(t)
-        return one._rounds(one._phase(t)).is_active
+        return one._rounds(one._phase(t) if one.draw else t % len(one.sources)).is_active
 
     def peers(self, t: int | Tensor) -> Peers:
         """Return the peers of step `t` as Python integers."""
-        return self._peers(self._phase(int(t)))
+        return self._peers(self._phase(int(t)) if self.draw else int(t) % len(self.sources))
 
     def groups_of(self, t: int | Tensor) -> Tensor:
         """Return the group of every worker in step `t`, `[N]` int64; without groups, the worker's number."""
@@ -166,12 +166,10 @@ class Topology:
         slot hear each other with the same weight; self-weight; K weights of the slots; weight of the group's mean; K
         sources; K weights that the receivers give to its messages.
         """
-        return self._rows(self._phase(int(t)), device)
+        return self._rows(self._phase(int(t)) if self.draw else int(t) % len(self.sources), device)
 
     def _phase(self, t: int) -> int:
-        """Return the first step with the round of step `t`."""
-        if self.draw is None:
-            return t % len(self.sources)
+        """Return the first step with the round of step `t`, of a schedule without tables."""
         return t if self.repeats is None or 0 <= t < self.start else self.start + (t - self.start) % self.repeats
 
     def _make_round(self, key: int) -> Round:
