@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -54,28 +55,34 @@ def require_static_symmetric(call: str, topology: Topology) -> None:
 
 
 def fast_gossip_momentum(rounds: int, topology: Topology) -> float:
-    """Return η of fast gossip averaging (`Worker.mix`), from the second-largest singular value of one symmetric W.
+    """Return η of fast gossip averaging (`Worker.mix`): (1 - √(1-β²)) / (1 + √(1-β²)), β the second-largest singular value of W.
 
     Raises:
         ValueError: not one symmetric W, or one on which so few rounds from a_{-1} = a_0 make disagreement grow.
     """
     call, n = f"gossip_rounds={rounds}", topology.num_workers
     require_static_symmetric(call, topology)
-    values = torch.linalg.eigvalsh(mixing_matrix(topology, 0) - 1 / n)
-    root = math.sqrt(max(0.0, 1 - float(values.abs().max()) ** 2))
+    eigenvalues = torch.linalg.eigvalsh(mixing_matrix(topology, 0) - 1 / n)
+    root = math.sqrt(max(0.0, 1 - float(eigenvalues.abs().max()) ** 2))
     eta = (1 - root) / (1 + root)
-    before = now = torch.ones_like(values)
-    factors = [1.0]
-    for _ in range(rounds + 8 * n):  # its memory is shorter than that of a chain
-        before, now = now, (1 + eta) * values * now - eta * before
-        factors.append(float(now.abs().max()))
-    if factors[rounds] > 1 + 1e-9:
-        enough = [r for r, factor in enumerate(factors) if r > rounds and factor < 1]
+    factors = _factors_of_fast_gossip(eigenvalues, eta)
+    factor = next(islice(factors, rounds - 1, None))
+    if factor > 1 + 1e-9:
+        # A chain, the slowest to forget, needs fewer than 8 n rounds.
+        enough = next((r for r, later in enumerate(islice(factors, 8 * n), rounds + 1) if later < 1), None)
         raise ValueError(
-            f"{call}: on {topology.name!r} so few rounds of fast gossip multiply disagreement by {factors[rounds]:.3g}; use "
-            + (f"gossip_rounds={enough[0]}, or leave it out." if enough else "df.topologies.lazy(topology).")
+            f"{call}: on {topology.name!r} so few rounds of fast gossip multiply disagreement by {factor:.3g}; use "
+            + (f"gossip_rounds={enough}, or leave it out." if enough else "df.topologies.lazy(topology).")
         )
     return eta
+
+
+def _factors_of_fast_gossip(eigenvalues: Tensor, eta: float) -> Iterator[float]:
+    """Yield by how much 1, 2, ... rounds multiply disagreement at most."""
+    before = now = torch.ones_like(eigenvalues)
+    while True:
+        before, now = now, (1 + eta) * eigenvalues * now - eta * before
+        yield float(now.abs().max())
 
 
 def require_static(call: str, topology: Topology, why: str, way_out: str) -> None:
