@@ -6,6 +6,7 @@ import ctypes
 import os
 import socket
 import struct
+import sys
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +34,7 @@ _MB, _AT_MOST_S = 25, 2.0
 _COUNTS = 40
 """Counts of what has arrived, in the time of a rate."""
 _GET_ADDRESS = 0x8915
-_LIBC, _INFO = ctypes.CDLL(None), struct.Struct("=128xQ16xI")
+_INFO = struct.Struct("=128xQ16xI")
 """Of Linux's tcp_info: tcpi_bytes_received and tcpi_data_segs_in."""
 
 
@@ -211,11 +212,13 @@ class _Count(NamedTuple):
 
 def _arrived() -> _Count:
     since, nbytes, segments = time.monotonic(), 0, 0
-    info, size = ctypes.create_string_buffer(_INFO.size), ctypes.byref(ctypes.c_uint(_INFO.size))
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
-        if _LIBC.getsockopt(descriptor, socket.IPPROTO_TCP, socket.TCP_INFO, info, size) == 0:
-            its = _INFO.unpack(info)
-            nbytes, segments = nbytes + its[0], segments + its[1]
+    if sys.platform == "linux":  # others count nothing
+        libc, info = ctypes.CDLL(None), ctypes.create_string_buffer(_INFO.size)
+        size = ctypes.byref(ctypes.c_uint(_INFO.size))
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            if libc.getsockopt(descriptor, socket.IPPROTO_TCP, socket.TCP_INFO, info, size) == 0:
+                its = _INFO.unpack(info)
+                nbytes, segments = nbytes + its[0], segments + its[1]
     return _Count(since, nbytes, segments, time.monotonic())
 
 

@@ -86,6 +86,11 @@ def test_a_kernel_that_does_not_count_has_rates():
     assert all(0 < rate < 1e6 and size >= 2**14 for rate, size in rates), rates
 
 
+def test_other_systems_count_nothing(monkeypatch):
+    monkeypatch.setattr(links.sys, "platform", "darwin")
+    assert links._arrived()[1:3] == (0, 0)
+
+
 def test_what_connections_receive_is_counted():
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
         connection, _ = server.accept()
