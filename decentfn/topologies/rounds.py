@@ -106,6 +106,8 @@ class Topology:
     has_groups: bool = field(init=False)
     handle: Tensor = field(init=False)
     """0-d int64, the number by which operators find this topology. A tensor, so it is an input of compiled code."""
+    _phase: Callable[[int], int] = field(init=False)
+    """First step with the round of a step; of tables, its phase."""
     _rounds: Callable[[int], Round] = field(init=False)
     _peers: Callable[[int], Peers] = field(init=False)
     _rows: Callable[[int, torch.device], Tensor] = field(init=False)
@@ -118,6 +120,7 @@ class Topology:
             "slots": slots,
             "has_groups": self.groups is not None,
             "handle": handle_of(self),
+            "_phase": self._make_phase if self.draw else len(self.sources).__rmod__,  # t % P without a frame of Python
             "_rounds": lru_cache(_ROUNDS_KEPT)(self._make_round),
             "_peers": lru_cache(_ROUNDS_KEPT)(self._make_peers),
             "_rows": lru_cache(_ROUNDS_KEPT)(self._make_rows),
@@ -141,18 +144,18 @@ class Topology:
 
     def round(self, t: int | Tensor) -> Round:
         """Return the round of step `t`."""
-        return self._rounds(self._phase(int(t)) if self.draw else int(t) % len(self.sources))
+        return self._rounds(self._phase(int(t)))
 
     def is_active(self, t: int) -> bool:
         """Return False if step `t` is idle; the rounds of a combination are not computed for it."""
         one = self
         while one.turn is not None:
             one, t = one.turn(t)
-        return one._rounds(one._phase(t) if one.draw else t % len(one.sources)).is_active
+        return one._rounds(one._phase(t)).is_active
 
     def peers(self, t: int | Tensor) -> Peers:
         """Return the peers of step `t` as Python integers."""
-        return self._peers(self._phase(int(t)) if self.draw else int(t) % len(self.sources))
+        return self._peers(self._phase(int(t)))
 
     def groups_of(self, t: int | Tensor) -> Tensor:
         """Return the group of every worker in step `t`, `[N]` int64; without groups, the worker's number."""
@@ -166,10 +169,9 @@ class Topology:
         slot hear each other with the same weight; self-weight; K weights of the slots; weight of the group's mean; K
         sources; K weights that the receivers give to its messages.
         """
-        return self._rows(self._phase(int(t)) if self.draw else int(t) % len(self.sources), device)
+        return self._rows(self._phase(int(t)), device)
 
-    def _phase(self, t: int) -> int:
-        """Return the first step with the round of step `t`, of a schedule without tables."""
+    def _make_phase(self, t: int) -> int:
         return t if self.repeats is None or 0 <= t < self.start else self.start + (t - self.start) % self.repeats
 
     def _make_round(self, key: int) -> Round:
