@@ -245,6 +245,21 @@ def test_a_module_is_evaluated_in_eval_mode_with_its_buffers_and_left_as_it_was(
     assert own.shape == (2,) and own[0] != own[1]
 
 
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_replica_is_evaluated_where_its_optimizer_says_not_where_it_trains(num_workers):
+    topology = df.topology("complete", num_workers)
+    optimizer = df.transforms.schedule_free_adamw(0.1)
+    init, step = df.adapt_then_combine(lambda p, x: (p["w"] * x).mean(), optimizer, topology)
+    state, data = init({"w": torch.ones(())}), torch.tensor([1.0, -3.0])
+    if num_workers == 2:
+        state, step, data = df.stack(state, 2), df.simulate(step, 2), torch.stack([data, -data])
+    for t in range(4):
+        state, _ = step(state, data, t)
+    got = df.evaluate_replicas(lambda p, x: p["w"] * x.mean(), state, [torch.ones(3)])
+    assert torch.equal(got, df.params(state)["w"].double().reshape(-1))
+    assert not torch.equal(got, state.params[0].double().reshape(-1))
+
+
 class Listed(nn.Module):
     """Reaches a trained and a frozen parameter through a list."""
 

@@ -121,14 +121,8 @@ def _of_workers(
         raise ValueError(f"{call}(batches): no process has a sample; give at least one of them a batch.")
     if not names[0] and names[1:]:
         raise ValueError(f"{call}(metric): it returned a number for some batches and {names[1:]} for others; name it.")
-    tensor_parallel = getattr(
-        metric, "partition", sharded.Partition()
-    ).tp_size  # processes whose common batch counts once
-    return [
-        _added(parts)
-        for first in range(0, len(told), size)
-        for parts in zip(*told[first : first + size : tensor_parallel], strict=True)
-    ]
+    # The processes that share a batch all count it, as often in the sum as in its number of samples.
+    return [_added(parts) for i in range(0, len(told), size) for parts in zip(*told[i : i + size], strict=True)]
 
 
 def _added(parts: Sequence[_Sums]) -> _Sums:

@@ -25,6 +25,8 @@ def test_a_topology_is_its_certificate(capsys):
     assert (facts["gap"], facts["payloads/step"], facts["degree"]) == (c.spectral_gap, c.payloads_per_step, c.degree)
     two_steps = said(capsys, "topology", "ring", "-n", "8")
     assert (1 - two_steps["gap/step"]) ** 2 == pytest.approx(1 - two_steps["gap"])
+    shown, made = said(capsys, "topology", "ring", "-n", "8", "--matrices"), df.topology("ring", 8)
+    assert [shown[f"W({t})"] for t in (0, 1)] == [df.topologies.mixing_matrix(made, t).tolist() for t in (0, 1)]
 
 
 def test_all_topologies_of_a_size_are_compared(capsys):
