@@ -96,8 +96,8 @@ def test_no_circle_leads_from_a_file_to_itself():
 
 
 PYTHON = re.compile(
-    r"^__(annotations|cause|closure|code|context|dict|func|globals|main|members|metadata|module|mro|name|qualname|self|torch_function|"
-    r"torch_dispatch|traceback|version|wrapped|setattr|getattr|init|new|class|doc)__$"
+    r"^__(annotations|cause|closure|code|context|dict|func|globals|main|members|metadata|module|mro|name|qualname|rmod|self|"
+    r"torch_function|torch_dispatch|traceback|version|wrapped|setattr|getattr|init|new|class|doc)__$"
 )
 PRIVATE = {
     "gradient/backward.py": {"_is_view", "_version"},
