@@ -422,11 +422,30 @@ def test_matrices_by_muon_and_the_rest_by_adamw():
     assert_equal(df.params(state), plain_loop(Both, start()))
 
 
-def test_a_guarded_step_keeps_the_state_where_a_gradient_is_bad():
-    algorithm = df.guard(built(VARIANTS["AdamW"]))
-    batches = torch.cat([BATCHES[:3], torch.full_like(BATCHES[:1], float("nan")), BATCHES[3:]])
-    state, _ = ours(algorithm.step, algorithm.init(start()), batches)
-    assert_equal(df.params(state), plain_loop(VARIANTS["AdamW"], start()))
+@pytest.mark.parametrize("name", ["AdamW", "Counting", "Muon"])
+@pytest.mark.parametrize("around", [None, df.autograd], ids=["traced", "autograd"])
+def test_a_guarded_step_keeps_the_state_where_a_gradient_is_bad(name, around, monkeypatch):
+    if around is not None:
+        monkeypatch.setitem(globals(), "loss_fn", around(loss_fn))
+    make, n = VARIANTS[name], 2
+    bad = torch.full_like(BATCHES[:1], float("nan"))
+    batches, expected = torch.cat([BATCHES[:3], bad, BATCHES[3:]]), plain_loop(make, start(name))
+    init, step = df.guard(built(make))
+    for one in (step, df.compile(step, backend="aot_eager")):
+        assert_equal(df.params(ours(one, init(start(name)), batches)[0]), expected)
+    init, step = df.guard(built(make, n=n))
+    for simulated in (df.simulate(step, n), df.compile(df.simulate(step, n), backend="aot_eager")):
+        state, _ = ours(simulated, df.stack(init(start(name)), n), batches[:, None].expand(-1, n, -1, -1))
+        assert_equal(df.params(df.worker(state, 1)), expected)
+
+
+def test_a_guarded_simulation_of_whole_buckets_says_why_it_does_not_compile():
+    init, step = df.guard(
+        df.adapt_while_communicate(loss_fn, from_torch(VARIANTS["AdamW"], elementwise=True), df.topologies.idle(2))
+    )
+    step = df.compile(df.simulate(step, 2), backend="aot_eager")
+    with pytest.raises(ValueError, match="leave elementwise=True out"):
+        step(df.stack(init(start()), 2), BATCHES[:2], 0)
 
 
 class ByEpoch:

@@ -25,6 +25,7 @@ from decentfn.optim.transforms.torch_form import (
     Named,
     Places,
     TorchState,
+    leaves_of,
     named_leaves,
     ones,
     parameter,
@@ -141,6 +142,15 @@ class _Adapter:
     def form(self, plan: Plan, device: torch.device) -> Form:
         """Return the form of the state for parameters of this plan."""
         key = plan.number(), device
+        if (
+            torch.compiler.is_dynamo_compiling()
+        ):  # by `init` in a step of `df.guard`; `df.stack` may have changed the layout
+            same = [form for form in self._forms.values() if form.leaves == leaves_of(plan) and form.device == device]
+            rule = (
+                "df.guard over it compiles in a simulation where each leaf is a parameter; leave elementwise=True out."
+            )
+            require(len(same) > 0, CALL, rule)
+            return same[0]
         with self._lock:
             if key not in self._forms:
                 named = named_leaves(ones(plan, device))

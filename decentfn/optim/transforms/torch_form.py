@@ -98,7 +98,7 @@ class Form:
     """Form of an optimizer's state for parameters of one plan, learned from trial steps that change `named`."""
 
     def __init__(self, plan: Plan, optimizer: Any, named: Named, scheduled: bool) -> None:
-        self.plan, self.device, self.scheduled = plan, named[0][1].device, scheduled
+        self.plan, self.leaves, self.device, self.scheduled = plan, leaves_of(plan), named[0][1].device, scheduled
         before, name, trials = [dict(group) for group in optimizer.param_groups], type(optimizer).__name__, []
         self.has_modes = hasattr(optimizer, "eval")
         # Of others, some clip in place, perhaps not in a trial.
@@ -132,7 +132,9 @@ class Form:
         shapes = [(tuple(p.shape), p.is_complex()) for _, p in named]
         common = [key for key in self.kinds[0] if self._is_common(key)]
         of_all = {k: [(own[k].shape, own[k].dtype.is_complex) for own in self.kinds] for k in common}
-        self.of_elements = [k for k in common if of_all[k] == shapes and any(shape for shape, _ in shapes)]
+        is_shaped = any(shape for shape, _ in shapes)
+        of_elements = [k for k in common if of_all[k] == shapes and is_shaped]
+        self.of_elements = {k: self.kinds[0][k].dtype.to_real() for k in of_elements}  # its bucket's dtype
         self.of_leaves = [
             k for k in common if k not in self.of_elements and all(own[k].shape == () for own in self.kinds)
         ]
@@ -142,13 +144,13 @@ class Form:
         """Positions of the tensors in a state."""
 
     def first_state(self, params: Buckets) -> TorchState:
-        """Return a state before the first update; only its learning rates are read."""
-        device, count, sizes = self.device, new_count(params), [bucket.numel for bucket in self.plan.buckets]
+        """Return a state before the first update, in the layout of `params`; only its learning rates are read."""
+        device, count, sizes = self.device, new_count(params), [bucket.numel for bucket in params.plan.buckets]
         rates = [torch.full((), rate, dtype=torch.float64, device=device) for rate in self.rates]
         own = self.kinds[0]
         of_elements = {
-            key: Buckets([torch.zeros(n, dtype=own[key].dtype.to_real(), device=device) for n in sizes], self.plan)
-            for key in self.of_elements
+            key: Buckets([torch.zeros(n, dtype=dtype, device=device) for n in sizes], params.plan)
+            for key, dtype in self.of_elements.items()
         }
         return TorchState(
             count,
@@ -204,6 +206,11 @@ class Form:
             {key: values[i] for key, values in shared.items()} | state.others.get(name, {})
             for i, name in enumerate(self.names)
         ]
+
+
+def leaves_of(plan: Plan) -> list[tuple[Any, ...]]:
+    """Return name, shape and dtype of each leaf: a form depends on these, the device and the layout."""
+    return [(s.name, s.shape, s.is_complex, bucket.dtype) for bucket in plan.buckets for s in bucket.segments]
 
 
 def named_leaves(x: Buckets) -> Named:
