@@ -75,7 +75,7 @@ def chunk_top_k(k: int = 64, *, chunk: int = 4096, bits: int | None = None) -> C
         values, places = rows.gather(1, places), places.to(wire.place_dtype(width))
         if bits is None:
             return [places, values.to(plan.dtype)]
-        # The last chunk may hold fewer than k values; the zeros after them have no part in its scale.
+        # Zeros after a last chunk of fewer than k values have no part in its scale; of zeros, topk may take these alone.
         real = wire.rows(torch.ones_like(x), chunk).gather(1, places.long())
         size, counts = values.abs(), real.sum(1, keepdim=True).clamp(min=1)
         codes = 2 * (size > size.sum(1, keepdim=True) / counts) + (values > 0)
