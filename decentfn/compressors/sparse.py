@@ -75,10 +75,12 @@ def chunk_top_k(k: int = 64, *, chunk: int = 4096, bits: int | None = None) -> C
         values, places = rows.gather(1, places), places.to(wire.place_dtype(width))
         if bits is None:
             return [places, values.to(plan.dtype)]
-        size = values.abs()
-        codes = 2 * (size > size.mean(1, keepdim=True)) + (values > 0)
-        levels = _level(codes).to(values.dtype)
-        scales = (values * levels).sum(1) / (levels * levels).sum(1)
+        # Zeros after a last chunk of fewer than k values have no part in its scale; of zeros, topk may take these alone.
+        real = wire.rows(torch.ones_like(x), chunk).gather(1, places.long())
+        size, counts = values.abs(), real.sum(1, keepdim=True).clamp(min=1)
+        codes = 2 * (size > size.sum(1, keepdim=True) / counts) + (values > 0)
+        levels = _level(codes).to(values.dtype) * real
+        scales = (values * levels).sum(1) / (levels * levels).sum(1).clamp(min=1)
         return [places, scales.to(wide(plan.dtype)), wire.pack(codes.reshape(-1).to(torch.uint8), 2)]
 
     def decode(plan: BucketPlan, places: Tensor, *message: Tensor) -> Tensor:
