@@ -77,12 +77,14 @@ def plan(
     count = _count(parameters)
     made = planned(cluster, count, inner_steps=inner_steps, **options)
     if json:
-        said = {"recommended": _row(made.recommended), "reason": made.reason}
+        said = {"recommended": _row(made.recommended), "reason": made.reason, "links": made.links}
+        said |= {"reordered": _row(made.reordered)} if made.reordered else {}
         print(json_format.dumps(said | {"predictions": [_row(p) for p in made.predictions]}, indent=1))
     else:
         distinct = {(p.method, p.seconds, p.between, p.gap): p for p in reversed(made.predictions)}
         show([_row(p) for p in sorted(distinct.values(), key=made.predictions.index)])
         print(f"\nrecommended: {made.recommended.method} on {made.recommended.topology}, because {made.reason}")
+        print(made.links, end="\n" if made.links else "")
         print("gap/step: share of the workers' disagreement that a step removes at least; 1: all are equal after it")
 
 

@@ -23,13 +23,16 @@ from decentfn.planning.methods import (
     hsdp,
     streaming,
 )
+from decentfn.planning.order import reordered, slowest_link
 from decentfn.timing.cluster import Cluster
-from decentfn.topologies import Topology
+from decentfn.topologies import Topology, complete
 from decentfn.topologies.registry import of_size
 
 _MOST_PARAMETERS = 10**18
 _ENOUGH = 0.05
 """Spectral gap per step below which a schedule hardly mixes."""
+_WORTH = 0.95
+"""Share of a step's time that another way must save at least is 1 minus this."""
 
 
 class Recommendation(NamedTuple):
@@ -43,6 +46,12 @@ class Recommendation(NamedTuple):
     """The recommended schedule; None if it is an all-reduce."""
     reason: str
     """Why it is recommended, in sentences: "it is the fastest that ..."."""
+    links: str = ""
+    """Of unequal links, the slowest that it uses, and the order of workers that is faster, in sentences."""
+    reordered: Prediction | None = None
+    """What is fastest in another order of workers, if that is faster by 5 %."""
+    order: Topology | None = None
+    """Its schedule, relabeled, to train with."""
 
 
 @checks_numbers
@@ -101,13 +110,25 @@ def plan(
     rows = _ranked(work, cluster, sent, inner_steps, topologies)
     best, schedule = _best(rows)
     found = [p for p, _ in rows]
-    reason = _reason(best, found, work)
-    if best.bottleneck == "links between nodes" and topologies is None:
+    reason, limited = _reason(best, found, work), best.bottleneck == "links between nodes"
+    if limited and topologies is None:
         ways = _other_ways(work, cluster, sent)
         faster = {way: _best(_ranked(*these, sent, inner_steps, None))[0].seconds / best.seconds for way, these in ways}
-        said = [f"{share:.2f} with {way}" for way, share in faster.items() if share < 0.95]
+        said = [f"{share:.2f} with {way}" for way, share in faster.items() if share < _WORTH]
         reason += f" Of this step's time remain {', '.join(said)}." if said else ""
-    return Recommendation(found, best, schedule, reason)
+    made = Recommendation(found, best, schedule, reason)
+    if cluster.links is None or cluster.nodes == 1:
+        return made
+    nbytes, to_each = work.parameters * (work.wire if sent == 1 else work.nbytes * sent), sent < 1
+    all_reduce = complete(cluster.num_workers)
+    told = slowest_link(cluster, schedule or all_reduce, nbytes, to_each=to_each and schedule is not None)
+    mixing = [its for p, its in rows if its is not None and (p.gap or 0) >= _ENOUGH] if limited else []
+    if orders := reordered(cluster, mixing, nbytes, to_each=to_each):
+        faster, order = _best(_ranked(work, cluster, sent, inner_steps, [*orders]))
+        if order is not None and faster.seconds < _WORTH * best.seconds:
+            told += f" With `{orders[order]}` {faster.method} takes {faster.seconds * 1e3:.0f} ms."
+            made = made._replace(reordered=faster, order=order)
+    return made._replace(links=told)
 
 
 def _other_ways(work: Work, cluster: Cluster, sent: float) -> list[tuple[str, tuple[Work, Cluster]]]:

@@ -14,8 +14,8 @@ import numpy as np
 
 from decentfn.core import draws
 from decentfn.core.arguments import array, at_least, checks_numbers, require
-from decentfn.timing.cluster import Cluster
-from decentfn.timing.network import Links, Messages, Network, group_maximum, messages_of
+from decentfn.timing.cluster import Cluster, Links
+from decentfn.timing.network import Messages, Network, group_maximum, messages_of
 from decentfn.timing.own_steps import own_steps
 from decentfn.timing.trace import Trace
 from decentfn.topologies import Topology
@@ -188,7 +188,7 @@ class Clock:
     def travels(self, exchange: Exchange, t: int) -> tuple[Messages, np.ndarray]:
         """Return the messages of step `t`, and the seconds that each travels."""
         m = messages_of(exchange.topology, t, self.network.node, to_each=exchange.to_each)
-        return m, self.network.seconds(m, exchange.nbytes)
+        return m, group_maximum(m, self.network.seconds(m, exchange.nbytes))
 
     def exchange(self, exchange: Exchange, steps: Sequence[int]) -> tuple[float, float]:
         """Return the mean seconds of these steps' messages alone: of those between nodes, and of those inside."""
