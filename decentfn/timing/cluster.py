@@ -96,35 +96,35 @@ class Links:
         return Link(float(rate), float(late), self.efficiency)
 
 
-Pairs = dict[tuple[int, int], Link]
+Pairs = list[tuple[tuple[int, int], Link]]
 """Measured links between nodes (sender, receiver); i, i: inside node i."""
 
 
-def _read(path: str | Path) -> tuple[list[str], list[int], Pairs]:
-    """Return the nodes' names and numbers of processes, and the links, of a file of `decentfn links`."""
+def _read(path: str | Path) -> tuple[list[str], list[int], Pairs, Pairs]:
+    """Return the nodes' names and numbers of processes, and links between and inside nodes, of a file of `decentfn links`."""
     try:
         found = json.loads(Path(path).read_text())
         node = {rank: i for i, its in enumerate(found["nodes"]) for rank in its["ranks"]}
         names, sizes = [str(its["name"]) for its in found["nodes"]], [len(its["ranks"]) for its in found["nodes"]]
-        ends = [(node.get(p["from"], -1), node.get(p["to"], -1)) for p in found["pairs"]]
-        pairs = {its: Link(p["mbit"] / 1e3, p["latency_ms"]) for its, p in zip(ends, found["pairs"], strict=True)}
-        are_said = all(
-            -1 not in its and p["between"] == (its[0] != its[1]) for its, p in zip(ends, found["pairs"], strict=True)
-        )
-        met = {i for its in pairs if its[0] != its[1] or len(names) == 1 for i in its}
-        rule = "pairs are of the nodes' ranks, and for each node those between nodes are among them."
-        require(are_said and len(met) == len(names) > 0, "links", rule)
+        between, inside = Pairs(), Pairs()
+        for pair in found["pairs"]:
+            ends = node.get(pair["from"], -1), node.get(pair["to"], -1)
+            (between if pair["between"] else inside).append((ends, Link(pair["mbit"] / 1e3, pair["latency_ms"])))
+        is_enough = between or (len(names) == 1 and inside)
+        rule = "pairs are of the nodes' ranks, and those between nodes are among them."
+        require(bool(is_enough) and not any(-1 in ends for ends, _ in between + inside), "links", rule)
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         why = (
             f"expected a file that `decentfn links` wrote ({brief_error(error)}); measure again with `decentfn links`."
         )
         raise ValueError(f"measured({str(path)!r}): {why}") from error
-    return [f"{name} (node {i})" if names.count(name) > 1 else name for i, name in enumerate(names)], sizes, pairs
+    names = [f"{name} (node {i})" if names.count(name) > 1 else name for i, name in enumerate(names)]
+    return names, sizes, between, inside
 
 
 def _of_nodes(pairs: Pairs) -> dict[int, Link]:
     """Return each node's link, the median of its pairs."""
-    its = {i: [link for ends, link in pairs.items() if i in ends] for i in sorted({i for ends in pairs for i in ends})}
+    its = {i: [link for ends, link in pairs if i in ends] for i in {i for ends, _ in pairs for i in ends}}
     return {i: Link(median(x.gbit_per_s for x in of), median(x.latency_ms for x in of)) for i, of in its.items()}
 
 
@@ -174,23 +174,20 @@ class Cluster:
         Raises:
             ValueError: it is no such file; nodes have unequal numbers of processes, which these workers do not divide.
         """
-        names, sizes, pairs = _read(path)
+        names, sizes, between, inside = _read(path)
         rule = "nodes have equally many processes, of whole workers."
         is_right = len(set(sizes)) == 1 and sizes[0] % processes_per_worker == 0
         require(is_right, "Cluster.measured", rule, processes_of_nodes=sizes, processes_per_worker=processes_per_worker)
-        local, links = sizes[0] // processes_per_worker, None
-        between, inside = (
-            {ends: link for ends, link in pairs.items() if (ends[0] != ends[1]) == is_between}
-            for is_between in (True, False)
-        )
-        if usual := _of_nodes(between):
-            gbit, latency = zip(*((link.gbit_per_s, link.latency_ms) for link in usual.values()), strict=True)
+        local, usual, links = sizes[0] // processes_per_worker, _of_nodes(between), None
+        if slowest := _slowest(usual):
+            each = [usual.get(i, slowest) for i in range(len(names))]
+            gbit, latency = ([getattr(link, name) for link in each] for name in ("gbit_per_s", "latency_ms"))
             gbit, latency = np.minimum.outer(gbit, gbit), np.maximum.outer(latency, latency)
-            for ends, link in between.items():
+            for ends, link in between:
                 gbit[ends], latency[ends] = link.gbit_per_s, link.latency_ms
             links = Links(gbit, latency, names=names)
-        slowest = _slowest(usual) or Link(1e3), _slowest(_of_nodes(inside))
-        return cls(local * len(names), *slowest, local, processes_per_worker, links)
+        slowest_inside = _slowest(_of_nodes(inside))
+        return cls(local * len(names), slowest or Link(1e3), slowest_inside, local, processes_per_worker, links)
 
     @property
     def nodes(self) -> int:
