@@ -12,17 +12,7 @@ from torch import nn
 
 from decentfn.core.arguments import at_least, checks_numbers, require
 from decentfn.core.formatting import brief
-from decentfn.planning.methods import (
-    Prediction,
-    Work,
-    asynchronous,
-    compressed,
-    ddp,
-    diloco,
-    gossip,
-    hsdp,
-    streaming,
-)
+from decentfn.planning.methods import PARTS, Prediction, Work, asynchronous, ddp, diloco, gossip, hsdp
 from decentfn.planning.order import reordered, slowest_link
 from decentfn.timing.cluster import Cluster
 from decentfn.topologies import Topology, complete
@@ -147,7 +137,7 @@ def _ranked(
     work: Work, cluster: Cluster, sent: float, inner_steps: int, topologies: Sequence[Topology] | None
 ) -> list[tuple[Prediction, Topology | None]]:
     """Predict all methods, the fastest first."""
-    found = [ddp(work, cluster), diloco(work, cluster, inner_steps), streaming(work, cluster, inner_steps)]
+    found = [ddp(work, cluster), *(diloco(work, cluster, inner_steps, parts) for parts in (1, PARTS))]
     found.append(asynchronous(work, cluster))
     if cluster.processes_per_worker > 1:
         found.append(hsdp(work, cluster))
@@ -156,7 +146,7 @@ def _ranked(
     if sent == 1:
         predict = partial(gossip, work, cluster)
     else:
-        predict = partial(compressed, replace(work, wire=work.nbytes * sent), cluster)
+        predict = partial(gossip, replace(work, wire=work.nbytes * sent), cluster, is_compressed=True)
         schedules = [schedule for schedule in schedules if schedule.groups is None or schedule.draw is None]
     rows = [*((p, None) for p in found), *((predict(made), made) for made in schedules)]
     rows.sort(key=lambda row: (row[0].seconds, *_mixing(row[0]), row[0].between, row[0].topology != "base"))
