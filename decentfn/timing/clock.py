@@ -192,12 +192,9 @@ class Clock:
 
     def exchange(self, exchange: Exchange, steps: Sequence[int]) -> tuple[float, float]:
         """Return the mean seconds of these steps' messages alone: of those between nodes, and of those inside."""
-        longest = np.zeros((2, len(steps)))
-        for k, t in enumerate(steps):
-            m, lasts = self.travels(exchange, t)
-            for place, are in enumerate((m.are_away, ~m.are_away)):
-                longest[place, k] = lasts[are].max(initial=0.0)
-        return float(longest[0].mean()), float(longest[1].mean())
+        found = [self.travels(exchange, t) for t in steps]
+        both = [[lasts[m.are_away == are].max(initial=0.0) for m, lasts in found] for are in (True, False)]
+        return float(np.mean(both[0])), float(np.mean(both[1]))
 
     @checks_numbers
     def merges(self, inner_steps: int | Sequence[int], count: int, *, wait: float = 0.0) -> Merges:
