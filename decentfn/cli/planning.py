@@ -70,7 +70,7 @@ def plan(
         rule = "a node has several processes; add --inside-gbit, the rate between them, such as 400."
         require(inside_gbit is not None or max(several.values()) == 1, "plan", rule, **several)
         inside = None if inside_gbit is None else Link(inside_gbit, 0.01)
-        cluster = Cluster(num_workers, Link(gbit, latency_ms), inside, **several)
+        cluster = Cluster(num_workers, Link(gbit, latency_ms), inside, workers_per_node, processes_per_worker)
     options = {"wire_dtype": getattr(torch, wire), "sent": sent, "inner_steps": inner_steps}
     made = planned(cluster, _count(parameters), compute_seconds=compute_ms / 1e3, **options)
     if json:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import Any
 
 from decentfn.planning.traffic import of_schedule, sampled
 from decentfn.timing import Cluster, Exchange, clock
@@ -94,7 +95,7 @@ def gossip(work: Work, cluster: Cluster, topology: Topology, *, is_compressed: b
     If compressed, deep_squeeze, which any schedule suits: a message is known after the update, so nothing hides it.
     """
     facts, name, inboxes = certificate(topology), topology.name, max(1, topology.degree)
-    mixing = {"gap": facts.gap_per_step, "noise_spread": facts.noise_spread}
+    mixing: dict[str, Any] = {"gap": facts.gap_per_step, "noise_spread": facts.noise_spread}
     if not is_compressed:
         return _predicted("adapt_while_communicate", name, work, cluster, topology, inboxes=inboxes, **mixing)
     how = {
@@ -122,7 +123,12 @@ def asynchronous(work: Work, cluster: Cluster) -> Prediction:
     its = gossip(work, cluster, one_peer_exp_directed(cluster.num_workers))
     sent = work.seconds / max(work.seconds, its.exchange)
     bytes_sent = {"between": its.between * sent, "inside": its.inside * sent}
-    told = {"method": "asynchronous_gradient_push", "gap": None, "noise_spread": None, "bottleneck": "computation"}
+    told: dict[str, Any] = {
+        "method": "asynchronous_gradient_push",
+        "gap": None,
+        "noise_spread": None,
+        "bottleneck": "computation",
+    }
     return replace(its, seconds=work.seconds, **bytes_sent, **told)
 
 
