@@ -171,7 +171,8 @@ def _reason(best: Prediction, found: Sequence[Prediction], work: Work) -> str:
     ]
     for p in found:
         if p.method in ("DDP", "HSDP", "diloco") and p is not best:
-            drifts = ", but its workers drift apart in between" if p.method == "diloco" else ""
-            on = f" ({p.topology})" if p.method == "diloco" else ""
+            on, drifts = (
+                (f" ({p.topology})", ", but its workers drift apart in between") if p.method == "diloco" else ("", "")
+            )
             told.append(f"{p.method}{on} takes {p.seconds / best.seconds:.2f} times as long{drifts}.")
     return " ".join(told)
