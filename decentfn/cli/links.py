@@ -46,10 +46,8 @@ def links(*, out: Path = Path("links.json")) -> None:
     for title, name in titles.items():
         print()
         show(_matrix(found, title, name))
-    called = f"25 MB by {found['backend']}"
-    print(
-        f"\n{called}: all-reduce {found['all_reduce_ms']:.0f} ms, exchange with one peer {found['exchange_ms']:.0f} ms"
-    )
+    took = f"all-reduce {found['all_reduce_ms']:.0f} ms, exchange with one peer {found['exchange_ms']:.0f} ms"
+    print(f"\n25 MB by {found['backend']}: {took}")
     print(*found["findings"], f"numbers: {out}", sep="\n")
 
 
@@ -57,16 +55,15 @@ def _matrix(found: dict[str, Any], title: str, name: str) -> list[dict[str, str]
     """Return a row per sender, a column per receiver, each cell with a bar; inside nodes on the diagonal."""
     cells, most = _between(found, name), max(pair[name] for pair in found["pairs"])
     names = [node["name"] for node in found["nodes"]]
-    rows = []
-    for i, sender in enumerate(names):
-        row = {f"{title}, from": sender}
-        for j, receiver in enumerate(names):
-            x = cells.get((i, j))
-            row[f"to {receiver}"] = (
-                "" if x is None else f"{x:{'.0f' if x >= 100 else '.3g'}} {_BARS[int(7 * x / most)]}"
-            )
-        rows.append(row)
-    return rows
+
+    def cell(i: int, j: int) -> str:
+        x = cells.get((i, j))
+        return "" if x is None else f"{x:{'.0f' if x >= 100 else '.3g'}} {_BARS[int(7 * x / most)]}"
+
+    return [
+        {f"{title}, from": sender} | {f"to {receiver}": cell(i, j) for j, receiver in enumerate(names)}
+        for i, sender in enumerate(names)
+    ]
 
 
 def _between(found: dict[str, Any], name: str) -> dict[tuple[int, int], float]:

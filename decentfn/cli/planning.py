@@ -65,24 +65,23 @@ def plan(
         cluster = Cluster.measured(links, processes_per_worker)
     elif num_workers is None or gbit is None:
         raise ValueError("plan: add --num-workers and --gbit, or --links links.json, which `decentfn links` writes.")
-    elif inside_gbit is None and max(workers_per_node, processes_per_worker) > 1:
-        raise ValueError(
-            f"plan --workers-per-node {workers_per_node} --processes-per-worker {processes_per_worker}: a node has several "
-            "processes; add --inside-gbit, the rate of a process's link to the others of its node, such as 400."
-        )
     else:
+        several = {"workers_per_node": workers_per_node, "processes_per_worker": processes_per_worker}
+        rule = "a node has several processes; add --inside-gbit, the rate between them, such as 400."
+        require(inside_gbit is not None or max(several.values()) == 1, "plan", rule, **several)
         inside = None if inside_gbit is None else Link(inside_gbit, 0.01)
         cluster = Cluster(num_workers, Link(gbit, latency_ms), inside, workers_per_node, processes_per_worker)
-    options = {"compute_seconds": compute_ms / 1e3, "wire_dtype": getattr(torch, wire), "sent": sent}
-    count = _count(parameters)
-    made = planned(cluster, count, inner_steps=inner_steps, **options)
+    options = {"wire_dtype": getattr(torch, wire), "sent": sent, "inner_steps": inner_steps}
+    made = planned(cluster, _count(parameters), compute_seconds=compute_ms / 1e3, **options)
     if json:
-        said = {"recommended": _row(made.recommended), "reason": made.reason}
+        said = {"recommended": _row(made.recommended), "reason": made.reason, "links": made.links}
+        said |= {"reordered": _row(made.reordered)} if made.reordered else {}
         print(json_format.dumps(said | {"predictions": [_row(p) for p in made.predictions]}, indent=1))
     else:
         distinct = {(p.method, p.seconds, p.between, p.gap): p for p in reversed(made.predictions)}
         show([_row(p) for p in sorted(distinct.values(), key=made.predictions.index)])
         print(f"\nrecommended: {made.recommended.method} on {made.recommended.topology}, because {made.reason}")
+        print(made.links, end="\n" if made.links else "")
         print("gap/step: share of the workers' disagreement that a step removes at least; 1: all are equal after it")
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 
 def show(rows: Sequence[Mapping[str, Any]], *, as_json: bool = False) -> None:
-    """Print rows with the same keys, which are the columns' heads; None is printed as "-".
+    """Print rows with the same keys, the columns' heads; None is printed as "-".
 
     In a narrow terminal texts are broken, and numbers never. A text of the first column is printed once for rows in
     succession.
@@ -46,13 +46,8 @@ def show_facts(facts: Mapping[str, Any], *, as_json: bool = False) -> None:
     if as_json:
         print(json.dumps(facts, indent=1))
         return
-    console = Console()
-    width = max(map(len, facts)) + 2
-    for name, value in facts.items():
-        if console.is_terminal:
-            console.print(f"[bold]{name:{width}}[/bold]{_text(value)}", highlight=False)
-        else:
-            print(f"{name}\t{_text(value)}")
+    head, *others = facts.items()
+    show([dict(zip((head[0], _text(head[1])), (name, _text(value)), strict=True)) for name, value in others])
 
 
 def _text(value: Any) -> str:

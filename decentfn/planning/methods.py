@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import Any
 
 from decentfn.planning.traffic import of_schedule, sampled
 from decentfn.timing import Cluster, Exchange, clock
@@ -13,7 +14,7 @@ from decentfn.topologies import Topology, certificate, complete, one_peer_exp_di
 
 _FORWARD, _FIRST, _BUCKET = 1 / 3, 2**20, 25 * 2**20
 """Share of the forward pass in a step's computation; bytes of gradients that travel together, when they are there."""
-_PARTS = 4
+PARTS = 4
 """Parts of the parameters, which streaming DiLoCo averages one after another."""
 _MOMENTS = 2
 """Copies of the parameters in Adam's state."""
@@ -69,15 +70,13 @@ def ddp(work: Work, cluster: Cluster) -> Prediction:
     """All-reduce of gradients over all processes, bucket by bucket, each when it is full; each process holds all."""
     both = cluster.num_workers, cluster.workers_per_node
     members, local = (count * cluster.processes_per_worker for count in both)
-    alone = replace(cluster, num_workers=members, workers_per_node=local, processes_per_worker=1)
-    made = complete(members)
-    return _predicted("DDP", "all-reduce", work, alone, made, gap=1.0, noise_spread=0.0, buckets=_buckets(work))
+    return hsdp(work, replace(cluster, num_workers=members, workers_per_node=local, processes_per_worker=1), "DDP")
 
 
-def hsdp(work: Work, cluster: Cluster) -> Prediction:
+def hsdp(work: Work, cluster: Cluster, method: str = "HSDP") -> Prediction:
     """Parameters sharded in a node: gathered twice and gradients scattered there, and averaged over the nodes."""
     made = complete(cluster.num_workers)
-    return _predicted("HSDP", "all-reduce", work, cluster, made, gap=1.0, noise_spread=0.0, buckets=_buckets(work))
+    return _predicted(method, "all-reduce", work, cluster, made, gap=1.0, noise_spread=0.0, buckets=_buckets(work))
 
 
 def _buckets(work: Work) -> list[tuple[float, float, float]]:
@@ -90,72 +89,47 @@ def _buckets(work: Work) -> list[tuple[float, float, float]]:
     return found
 
 
-def gossip(work: Work, cluster: Cluster, topology: Topology) -> Prediction:
-    """adapt_while_communicate: parameters travel during the forward and backward passes."""
-    facts = certificate(topology)
-    return _predicted(
-        "adapt_while_communicate",
-        topology.name,
-        work,
-        cluster,
-        topology,
-        gap=facts.gap_per_step,
-        noise_spread=facts.noise_spread,
-        begins=0,
-        inboxes=max(1, topology.degree),
-    )
+def gossip(work: Work, cluster: Cluster, topology: Topology, *, is_compressed: bool = False) -> Prediction:
+    """adapt_while_communicate: parameters travel during the forward and backward passes.
+
+    If compressed, deep_squeeze, which any schedule suits: a message is known after the update, so nothing hides it.
+    """
+    facts, name, inboxes = certificate(topology), topology.name, max(1, topology.degree)
+    mixing: dict[str, Any] = {"gap": facts.gap_per_step, "noise_spread": facts.noise_spread}
+    if not is_compressed:
+        return _predicted("adapt_while_communicate", name, work, cluster, topology, inboxes=inboxes, **mixing)
+    how = {
+        "begins": 1,
+        "inboxes": max(inboxes, math.ceil(of_schedule(topology, cluster, to_each=True).sent)),
+        "memory": 1,
+    }
+    return _predicted("deep_squeeze", name, work, cluster, topology, **how, to_each=True, **mixing)
 
 
-def compressed(work: Work, cluster: Cluster, topology: Topology) -> Prediction:
-    """deep_squeeze, which any schedule suits: a message is known after the update, so nothing hides it."""
-    facts, sent = certificate(topology), of_schedule(topology, cluster, to_each=True).sent
-    return _predicted(
-        "deep_squeeze",
-        topology.name,
-        work,
-        cluster,
-        topology,
-        gap=facts.gap_per_step,
-        noise_spread=facts.noise_spread,
-        begins=1,
-        inboxes=max(topology.degree, math.ceil(sent)),
-        memory=1,
-        to_each=True,
-    )
+def diloco(work: Work, cluster: Cluster, inner_steps: int, parts: int = 1) -> Prediction:
+    """An all-reduce of the parameters after every H steps, which nothing hides.
 
-
-def diloco(work: Work, cluster: Cluster, inner_steps: int) -> Prediction:
-    """An all-reduce of the parameters after every H steps, which nothing hides."""
+    In parts it is streaming_diloco: an all-reduce of one every H / P steps, during a step's computation.
+    """
     name, made = f"every {inner_steps} steps", complete(cluster.num_workers)
-    return _predicted("diloco", name, work, cluster, made, begins=1, every=inner_steps, inboxes=1, memory=2)
-
-
-def streaming(work: Work, cluster: Cluster, inner_steps: int) -> Prediction:
-    """streaming_diloco: an all-reduce of a part of the parameters every H / P steps, during a step's computation."""
-    parts = min(_PARTS, inner_steps)
-    name, made, part = (
-        f"every {inner_steps} steps",
-        complete(cluster.num_workers),
-        replace(work, wire=work.wire / parts),
-    )
-    every = inner_steps / parts
-    return _predicted("streaming_diloco", name, part, cluster, made, begins=0, every=every, inboxes=1, memory=2)
+    method, begins = ("diloco", 1) if parts == 1 else ("streaming_diloco", 0)
+    parts = min(parts, inner_steps)
+    work, every = replace(work, wire=work.wire / parts), inner_steps / parts
+    return _predicted(method, name, work, cluster, made, begins=begins, every=every, inboxes=1, memory=2)
 
 
 def asynchronous(work: Work, cluster: Cluster) -> Prediction:
     """asynchronous_gradient_push: nobody waits; what the links do not carry in a step is not sent."""
     its = gossip(work, cluster, one_peer_exp_directed(cluster.num_workers))
     sent = work.seconds / max(work.seconds, its.exchange)
-    return replace(
-        its,
-        method="asynchronous_gradient_push",
-        seconds=work.seconds,
-        between=its.between * sent,
-        inside=its.inside * sent,
-        gap=None,
-        noise_spread=None,
-        bottleneck="computation",
-    )
+    bytes_sent = {"between": its.between * sent, "inside": its.inside * sent}
+    told: dict[str, Any] = {
+        "method": "asynchronous_gradient_push",
+        "gap": None,
+        "noise_spread": None,
+        "bottleneck": "computation",
+    }
+    return replace(its, seconds=work.seconds, **bytes_sent, **told)
 
 
 def _predicted(
@@ -202,8 +176,7 @@ def _predicted(
         seconds=seconds,
         exchange=exchange,
         between=traffic.between * payload / every,
-        inside=traffic.inside * payload / every / shards
-        + 3 * (shards - 1) / shards * own,  # gathered twice, scattered once
+        inside=(traffic.inside * payload / every + 3 * (shards - 1) * own) / shards,  # gathered twice, scattered once
         gap=gap,
         noise_spread=noise_spread,
         memory=(held + inboxes * payload) / shards,

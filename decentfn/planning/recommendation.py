@@ -12,24 +12,17 @@ from torch import nn
 
 from decentfn.core.arguments import at_least, checks_numbers, require
 from decentfn.core.formatting import brief
-from decentfn.planning.methods import (
-    Prediction,
-    Work,
-    asynchronous,
-    compressed,
-    ddp,
-    diloco,
-    gossip,
-    hsdp,
-    streaming,
-)
+from decentfn.planning.methods import PARTS, Prediction, Work, asynchronous, ddp, diloco, gossip, hsdp
+from decentfn.planning.order import reordered, slowest_link
 from decentfn.timing.cluster import Cluster
-from decentfn.topologies import Topology
+from decentfn.topologies import Topology, complete
 from decentfn.topologies.registry import of_size
 
 _MOST_PARAMETERS = 10**18
 _ENOUGH = 0.05
 """Spectral gap per step below which a schedule hardly mixes."""
+_WORTH = 0.95
+"""Share of a step's time that another way must save at least is 1 minus this."""
 
 
 class Recommendation(NamedTuple):
@@ -43,6 +36,12 @@ class Recommendation(NamedTuple):
     """The recommended schedule; None if it is an all-reduce."""
     reason: str
     """Why it is recommended, in sentences: "it is the fastest that ..."."""
+    links: str = ""
+    """Of unequal links, the slowest that it uses, and the order of workers that is faster, in sentences."""
+    reordered: Prediction | None = None
+    """What is fastest in another order of workers, if that is faster by 5 %."""
+    order: Topology | None = None
+    """Its schedule, relabeled, to train with."""
 
 
 @checks_numbers
@@ -101,13 +100,25 @@ def plan(
     rows = _ranked(work, cluster, sent, inner_steps, topologies)
     best, schedule = _best(rows)
     found = [p for p, _ in rows]
-    reason = _reason(best, found, work)
-    if best.bottleneck == "links between nodes" and topologies is None:
+    reason, limited = _reason(best, found, work), best.bottleneck == "links between nodes"
+    if limited and topologies is None:
         ways = _other_ways(work, cluster, sent)
         faster = {way: _best(_ranked(*these, sent, inner_steps, None))[0].seconds / best.seconds for way, these in ways}
-        said = [f"{share:.2f} with {way}" for way, share in faster.items() if share < 0.95]
+        said = [f"{share:.2f} with {way}" for way, share in faster.items() if share < _WORTH]
         reason += f" Of this step's time remain {', '.join(said)}." if said else ""
-    return Recommendation(found, best, schedule, reason)
+    made = Recommendation(found, best, schedule, reason)
+    if cluster.links is None or cluster.nodes == 1:
+        return made
+    nbytes, to_each = work.parameters * (work.wire if sent == 1 else work.nbytes * sent), sent < 1
+    all_reduce = complete(cluster.num_workers)
+    told = slowest_link(cluster, schedule or all_reduce, nbytes, to_each=to_each and schedule is not None)
+    mixing = [its for p, its in rows if its is not None and (p.gap or 0) >= _ENOUGH] if limited else []
+    if orders := reordered(cluster, mixing, nbytes, to_each=to_each):
+        faster, order = _best(_ranked(work, cluster, sent, inner_steps, [*orders]))
+        if order is not None and faster.seconds < _WORTH * best.seconds:
+            told += f" With `{orders[order]}` {faster.method} takes {faster.seconds * 1e3:.0f} ms."
+            made = made._replace(reordered=faster, order=order)
+    return made._replace(links=told)
 
 
 def _other_ways(work: Work, cluster: Cluster, sent: float) -> list[tuple[str, tuple[Work, Cluster]]]:
@@ -126,7 +137,7 @@ def _ranked(
     work: Work, cluster: Cluster, sent: float, inner_steps: int, topologies: Sequence[Topology] | None
 ) -> list[tuple[Prediction, Topology | None]]:
     """Predict all methods, the fastest first."""
-    found = [ddp(work, cluster), diloco(work, cluster, inner_steps), streaming(work, cluster, inner_steps)]
+    found = [ddp(work, cluster), *(diloco(work, cluster, inner_steps, parts) for parts in (1, PARTS))]
     found.append(asynchronous(work, cluster))
     if cluster.processes_per_worker > 1:
         found.append(hsdp(work, cluster))
@@ -135,7 +146,7 @@ def _ranked(
     if sent == 1:
         predict = partial(gossip, work, cluster)
     else:
-        predict = partial(compressed, replace(work, wire=work.nbytes * sent), cluster)
+        predict = partial(gossip, replace(work, wire=work.nbytes * sent), cluster, is_compressed=True)
         schedules = [schedule for schedule in schedules if schedule.groups is None or schedule.draw is None]
     rows = [*((p, None) for p in found), *((predict(made), made) for made in schedules)]
     rows.sort(key=lambda row: (row[0].seconds, *_mixing(row[0]), row[0].between, row[0].topology != "base"))
@@ -160,7 +171,8 @@ def _reason(best: Prediction, found: Sequence[Prediction], work: Work) -> str:
     ]
     for p in found:
         if p.method in ("DDP", "HSDP", "diloco") and p is not best:
-            drifts = ", but its workers drift apart in between" if p.method == "diloco" else ""
-            on = f" ({p.topology})" if p.method == "diloco" else ""
+            on, drifts = (
+                (f" ({p.topology})", ", but its workers drift apart in between") if p.method == "diloco" else ("", "")
+            )
             told.append(f"{p.method}{on} takes {p.seconds / best.seconds:.2f} times as long{drifts}.")
     return " ".join(told)

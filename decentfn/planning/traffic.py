@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
 
 from decentfn.timing import Cluster
-from decentfn.timing.network import messages_of
+from decentfn.timing.network import Network, messages_of
 from decentfn.topologies import Topology
 
 _SAMPLED = 64
@@ -31,16 +32,10 @@ def sampled(topology: Topology) -> range:
 
 def of_schedule(topology: Topology, cluster: Cluster, *, to_each: bool = False) -> Payloads:
     """Return the traffic of a topology's steps; averages in groups are ring all-reduces, or messages `to_each` other one."""
-    rounds = [_of_round(topology, t, cluster, to_each) for t in sampled(topology)]
-    return Payloads(*(sum(column) / len(rounds) for column in zip(*rounds, strict=True)))
-
-
-def _of_round(topology: Topology, t: int, cluster: Cluster, to_each: bool) -> Payloads:
-    node = np.arange(topology.num_workers) // cluster.workers_per_node
-    m = messages_of(topology, t, node, to_each=to_each)
-
-    def most(is_away: bool) -> float:
-        ends, payloads = (m.senders, m.receivers), m.payloads * (m.are_away == is_away)
-        return max(float(np.bincount(node[end] if is_away else end, payloads, len(node)).max()) for end in ends)
-
-    return Payloads(sent=float(m.payloads.sum()) / len(node), between=most(True), inside=most(False))
+    network, rounds = Network(cluster), list[tuple[float, float, float]]()
+    for t in sampled(topology):
+        m = messages_of(topology, t, network.node, to_each=to_each)
+        both = [np.bincount(at, m.payloads, len(network.out)) for at in network.interfaces(m, network.node)]
+        between, inside = np.split(np.maximum(*both), [cluster.nodes])
+        rounds.append((float(m.payloads.sum()) / len(inside), float(between.max()), float(inside.max())))
+    return Payloads(*map(fmean, zip(*rounds, strict=True)))

@@ -146,7 +146,7 @@ def _files(path: Path) -> list[Path]:
 
 def _times(path: Path) -> Timeline:
     """Read what `Timeline.save` or `Trace.save` wrote; in a trace, a step begins when the last one has ended."""
-    if '"start"' in (text := path.read_text()):
+    if b'"start"' in (text := path.read_bytes()):
         try:
             told = json.loads(text)
             start, end, waited, messages = (np.array(told[x], float) for x in ("start", "end", "waited", "messages"))

@@ -14,8 +14,8 @@ import numpy as np
 
 from decentfn.core import draws
 from decentfn.core.arguments import array, at_least, checks_numbers, require
-from decentfn.timing.cluster import Cluster
-from decentfn.timing.network import Links, Messages, Network, group_maximum, messages_of
+from decentfn.timing.cluster import Cluster, Links
+from decentfn.timing.network import Messages, Network, group_maximum, messages_of
 from decentfn.timing.own_steps import own_steps
 from decentfn.timing.trace import Trace
 from decentfn.topologies import Topology
@@ -188,16 +188,13 @@ class Clock:
     def travels(self, exchange: Exchange, t: int) -> tuple[Messages, np.ndarray]:
         """Return the messages of step `t`, and the seconds that each travels."""
         m = messages_of(exchange.topology, t, self.network.node, to_each=exchange.to_each)
-        return m, self.network.seconds(m, exchange.nbytes)
+        return m, group_maximum(m, self.network.seconds(m, exchange.nbytes))
 
     def exchange(self, exchange: Exchange, steps: Sequence[int]) -> tuple[float, float]:
         """Return the mean seconds of these steps' messages alone: of those between nodes, and of those inside."""
-        longest = np.zeros((2, len(steps)))
-        for k, t in enumerate(steps):
-            m, lasts = self.travels(exchange, t)
-            for place, are in enumerate((m.are_away, ~m.are_away)):
-                longest[place, k] = lasts[are].max(initial=0.0)
-        return float(longest[0].mean()), float(longest[1].mean())
+        found = [self.travels(exchange, t) for t in steps]
+        both = [[lasts[m.are_away == are].max(initial=0.0) for m, lasts in found] for are in (True, False)]
+        return float(np.mean(both[0])), float(np.mean(both[1]))
 
     @checks_numbers
     def merges(self, inner_steps: int | Sequence[int], count: int, *, wait: float = 0.0) -> Merges:

@@ -64,8 +64,8 @@ def own_steps(
             continue
         t = first + k
         shares, m = shares_of(topology, t)[i].tolist(), messages_of(topology, t, clock.network.node)
-        out, into = clock.network.interfaces(m)
-        lasts, latency = clock.network.alone(m, nbytes), clock.network.latencies(m)
+        out, into = clock.network.interfaces(m, clock.network.node)
+        lasts, latency = clock.network.alone(m, nbytes), clock.network.latencies(m, clock.network.node)
         has_mass, held, flags = mass[i] * (1 - sum(shares)) >= LEAST_MASS, mass[i], list[bool]()
         for share, to in zip(shares, topology.peers(t).destinations[i], strict=True):
             box = boxes.setdefault((i, to), [])

@@ -172,5 +172,5 @@ class Trace:
         try:
             read = json.loads(Path(path).read_text())
             return cls(**read)
-        except (TypeError, KeyError, json.JSONDecodeError) as error:
+        except (LookupError, TypeError, ValueError) as error:
             raise ValueError(f"Trace.load({str(path)!r}): not a trace that Trace.save wrote ({error}).") from error

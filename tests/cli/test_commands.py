@@ -72,6 +72,11 @@ def test_a_narrow_terminal_breaks_texts_and_no_number(capsys, monkeypatch):
         (("topology", "rnig", "-n", "4"), "nearest: ring"),
         (("topology", "one-peer-exp", "-n", "6"), "use 'base'"),
         (("topology", "ring", "-n", "4", "--local-world-size", "2"), "no such argument"),
+        (("topology", "ring"), "Missing from decentfn topology: -n INT, --num-workers INT"),
+        (("topology", "ring", "-n", "x"), "Error parsing -n/--num-workers"),
+        (("plan", "-n", "4", "--parameters", "9", "--compute-ms", "9", "--gbit", "1", "--bogus", "3"), "--bogus, 3"),
+        (("doctr",), "Available subcommands: topology, topologies, plan, report, doctor, links, lab"),
+        (("report", "no.json"), "report no.json: no *.jsonl"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(capsys, arguments, words):
@@ -93,6 +98,26 @@ def test_a_pipe_gets_tabs_and_a_file_the_picture(capsys, tmp_path):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("\t") for line in lines[:2]] == [["name", "base"], ["workers", "4"]]
     assert (tmp_path / "base.png").stat().st_size > 1000
+
+
+def test_a_file_that_cannot_be_read_or_written_is_named_with_the_fix(capsys, tmp_path):
+    (binary := tmp_path / "timeline.json").write_bytes(b"\x80\x81")
+    picture = tmp_path / "no" / "base.png"
+    for arguments, words in {
+        ("report", str(binary)): f"Trace.load({str(binary)!r}): not a trace",
+        (
+            "topology",
+            "base",
+            "-n",
+            "4",
+            "--plot",
+            str(picture),
+        ): f"{str(picture)!r}; name another, or make its directory",
+    }.items():
+        with pytest.raises(SystemExit, match="2"):
+            cli.run(arguments)
+        said = capsys.readouterr().err
+        assert words in said and said.count("\n") == 1
 
 
 @pytest.mark.thorough

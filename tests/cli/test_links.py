@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import decentfn as df
 from decentfn import cli
 from decentfn.cli.links import findings
 from decentfn.planning import Cluster, Link
@@ -193,12 +194,15 @@ def test_a_plan_takes_the_slowest_of_measured_links(tmp_path, capsys):
     one_pair = with_pairs(lambda pair: slow_way(pair) if (pair["from"], pair["to"]) == (2, 1) else None)
     path.write_text(json.dumps(one_pair))
     assert Cluster.measured(path).between.gbit_per_s == 0.94  # a noisy pair is not its nodes' link
-    path.write_text(json.dumps(found))
+    equal = with_pairs(limited)
+    path.write_text(json.dumps(equal))
     arguments = ["plan", "--parameters", "1e7", "--compute-ms", "100"]
     cli.run([*arguments, "--links", str(path), "--json"])
     from_file = json.loads(capsys.readouterr().out)
-    cli.run([*arguments, "-n", "4", "--gbit", "0.5", "--latency-ms", "0.2", "--json"])
-    assert from_file == json.loads(capsys.readouterr().out)
+    cli.run([*arguments, "-n", "4", "--gbit", "0.3", "--latency-ms", "0.2", "--json"])
+    typed = json.loads(capsys.readouterr().out)
+    assert from_file.pop("links") == "The slowest link that it uses leads from host0 to host1: 300 Mbit/s, 0.2 ms."
+    assert typed.pop("links") == "" and from_file == typed
     two = deepcopy(found)
     two["nodes"] = [node | {"ranks": [2 * i, 2 * i + 1]} for i, node in enumerate(two["nodes"])]
     two["pairs"].append(two["pairs"][0] | {"between": False, "mbit": 9000.0, "latency_ms": 0.05})
@@ -209,6 +213,48 @@ def test_a_plan_takes_the_slowest_of_measured_links(tmp_path, capsys):
         Links.measured(path)
     with pytest.raises(ValueError, match="nodes have equally many processes, of whole workers"):
         Cluster.measured(path, 4)
+
+
+def test_schedules_that_leave_out_a_slow_link_are_planned_without_it(tmp_path, capsys):
+    """Workers 2 and 1 exchange slowly; those in the middle of a star exchange with all, the others with it alone."""
+    (path := tmp_path / "links.json").write_text(json.dumps(with_pairs(slow_way)))
+    slow = 0.32 / (0.93 * 0.3) + 0.0004
+    for center in range(4):
+        star = df.topologies.relabel(df.topology("star", 4), [center, *(i for i in range(4) if i != center)])
+        made = df.plan(Cluster.measured(path), 10**7, compute_seconds=0.001, topologies=[star])
+        row = next(p for p in made.predictions if p.topology == "star")
+        assert row.seconds == pytest.approx(
+            3 * 0.32e9 / (0.93 * 0.94e9) + 0.0004 if center in (0, 3) else slow, rel=1e-6
+        )
+    found = with_pairs(slow_way)
+    found["pairs"] = [pair for pair in found["pairs"] if {pair["from"], pair["to"]} != {0, 3}]
+    path.write_text(json.dumps(found))
+    assert Links.measured(path).link(0, 3) == Link(0.94, 0.2)  # not measured: as the slower of its nodes usually is
+    cli.run(["plan", "--parameters", "1e7", "--compute-ms", "1", "--links", str(path)])
+    assert "\nThe slowest link that it uses leads from host" in capsys.readouterr().out
+
+
+ODD = {
+    "empty": "",
+    "other JSON": '{"a": 1}',
+    "a list": "[1, 2]",
+    "truncated": json.dumps(four_hosts())[:-40],
+    "NaN": json.dumps(with_pairs(lambda pair: pair.update(mbit=float("nan")))),
+    "no pairs": json.dumps(four_hosts() | {"pairs": []}),
+    "no hosts": json.dumps(four_hosts() | {"nodes": []}),
+    "another version": json.dumps(with_pairs(lambda pair: pair.pop("mbit"))),
+    "numbers too large": json.dumps(with_pairs(lambda pair: pair.update(mbit=10**400))),
+    "binary": b"\x80\x81",
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_an_odd_file_of_links_is_named_with_the_fix_in_one_sentence(kind, tmp_path, capsys):
+    (path := tmp_path / "links.json").write_bytes(text if isinstance(text := ODD[kind], bytes) else text.encode())
+    with pytest.raises(SystemExit, match="2"):
+        cli.run(["plan", "--parameters", "9", "--compute-ms", "9", "--links", str(path)])
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and str(path) in said and "measure again with `decentfn links`" in said, said
 
 
 @pytest.mark.parametrize("of", [Cluster, Links])
