@@ -25,7 +25,6 @@ from decentfn.comm.gossip.compressed import (
 )
 from decentfn.core import trees
 from decentfn.core.arguments import require
-from decentfn.core.buckets import loose
 from decentfn.core.scalars import Numbers
 from decentfn.optim.transforms.transform import require_descent, require_pair, wants_mix
 from decentfn.topologies import every, later
@@ -150,13 +149,6 @@ class Nesterov:
         b = kit.each(lambda b, delta: beta * b + delta, b, delta)
         return kit.each(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b), b
 
-    def step_where(
-        self, mask: kit.Buckets, phi: kit.Buckets, b: kit.Buckets, delta: kit.Buckets, t: Tensor
-    ) -> tuple[kit.Buckets, kit.Buckets]:
-        """Return φ⁺ and b⁺ where the mask is True, else φ and b."""
-        phi_new, b_new = self.step(phi, b, delta, t)
-        return kit.where(mask, phi_new, phi), kit.where(mask, b_new, b)
-
 
 class Feedback:
     """Mean or mix of a payload, compressed with error feedback: `e ← β e + Δ; q = C(e); e ← e - q`.
@@ -238,45 +230,52 @@ class Feedback:
         self, x: kit.Buckets, e: kit.Buckets | None, schedule: kit.Topology, t: Tensor
     ) -> tuple[kit.Buckets, kit.Buckets | None]:
         """Return `x + (W - I) q`, with x for Δ, whose mean over the workers is that of x, and the new e; without C, W x."""
+        return (self._worker.mix(x, t, schedule), None) if e is None else self.post_mix(x, e, schedule, t)[1]()
+
+    def post_mix(
+        self, x: kit.Buckets, e: kit.Buckets | None, schedule: kit.Topology, t: Tensor
+    ) -> tuple[kit.Posted, Arrive]:
+        """Start to send x; also return what waits for `mix`'s result."""
         if e is None:
-            return self._worker.mix(x, t, schedule), None
+            posted = self._worker.post(x, t, schedule)
+            return posted, lambda after=(): (kit.collect(posted, after=after), None)
         q, e = self._post(x, e, schedule, t)
-        pull = difference_compressed(q)
-        return kit.repaired(q.posted, kit.add(x, pull), pull), e  # a bad worker sent zeros, so the pull is the mix
 
-    def post_fragments(
+        def arrive(after: Iterable[Tensor] = ()) -> tuple[kit.Buckets, kit.Buckets]:
+            pull = difference_compressed(q, after=after)
+            return kit.repaired(q.posted, kit.add(x, pull), pull), e  # a bad worker sent zeros, so the pull is the mix
+
+        return q.posted, arrive
+
+
+class Outer(Feedback):
+    """Outer loop of workers whose φ are the same: `Feedback`'s mean of all, and `nesterov` or an outer optimizer along it."""
+
+    def __init__(
         self,
-        fragments: Fragments,
-        phi: kit.Buckets,
-        x: kit.Buckets,
-        e: kit.Buckets | None,
-        t: Tensor,
-        sends: kit.Buckets | None = None,
-    ) -> tuple[list[kit.Posted], Arrive]:
-        """Start to send each fragment of x; also return what waits for them, for Δ and e, which is new where this worker sends.
+        call: str,
+        worker: kit.Worker,
+        options: Mapping[str, Any],
+        nesterov: tuple[float, float, Any],
+        compressor: tuple[kit.Compressor | None, float],
+        sends_progress: bool = False,
+    ) -> None:
+        self.nesterov = Nesterov(call, *nesterov)
+        super().__init__(call, *compressor, worker, options, sends_progress)
 
-        `sends` is a mask, outside of which no error is fed back; None: of the fragments whose round is in step t.
-        """
-        plans, wire, fed = x.plan.buckets, self._worker.wire_dtype, x if e is None else self._fed(x, e, t)
-        if e is not None and sends is not None:
-            fed = kit.each(lambda fed, sends: torch.where(sends, fed, 0.0), fed, sends)
-        pairs = zip(fed, plans, strict=True)
-        pieces = [gossip.narrow(b, plan.dtype, wire if plan.is_shared else None) for b, plan in pairs]
-        each = list(zip([loose(f, plans) for f in fragments.split(pieces)], fragments.launches, strict=True))
-        if e is None or self.compressor is None:
-            posted = [self._worker.post(fragment, t, schedule) for fragment, schedule in each]
-            waits = [functools.partial(gossip.collect, one) for one in posted]
-        else:
-            several = [post_compressed(fragment, self.compressor, schedule, t) for fragment, schedule in each]
-            left = kit.each(torch.sub, fed, fragments.join([q.sent for q in several], e.plan))
-            sends = fragments.mask(e, fragments.turn(e, fragments.launches, t)) if sends is None else sends
-            e = kit.where(sends, left, e)
-            posted, waits = [q.posted for q in several], [functools.partial(mean_compressed, q) for q in several]
-
-        def arrive(after: Iterable[Tensor] = ()) -> tuple[kit.Buckets, kit.Buckets | None]:
-            return self.outer_gradient(phi, fragments.join([wait(after=after) for wait in waits], phi.plan)), e
-
-        return posted, arrive
+    def algorithm(
+        self, step: Any, start: Any, schedules: Sequence[kit.Topology], whole_buckets: bool = False
+    ) -> kit.Algorithm:
+        """Return the algorithm of this step and first memory."""
+        return self._worker.algorithm(
+            step,
+            start,
+            topology=self._worker.everyone,
+            schedules=schedules,
+            must_equal=("params",) if self.sends_progress else (),
+            whole_buckets=whole_buckets or self.is_on,
+            outer_optimizers=self.nesterov.optimizers,
+        )
 
 
 def mean_compressed(q: Compressed, after: Iterable[Tensor] = ()) -> kit.Buckets:
@@ -310,57 +309,3 @@ def progress(phi: kit.Buckets, theta: kit.Buckets) -> kit.Buckets:
     """
     start = [gossip.narrow(p, plan.dtype) for p, plan in zip(phi, phi.plan.buckets, strict=True)]
     return kit.Buckets([s.to(p.dtype) - x.to(p.dtype) for s, x, p in zip(start, theta, phi, strict=True)], phi.plan)
-
-
-class Fragments:
-    """P equal slices of every bucket; fragment p, the p-th slice of each, is due after ⌊(p+1) H / P⌋ steps of H.
-
-    A fragment is launched in the step in which it is due, or, if `is_late`, in the next one.
-    """
-
-    def __init__(self, call: str, count: int, inner_steps: int, everyone: kit.Topology, is_late: bool = False) -> None:
-        kit.require_whole(call, inner_steps=inner_steps, num_fragments=count)
-        rule = "a fragment has a step of its own, so num_fragments <= inner_steps; take more inner steps."
-        require(count <= inner_steps, call, rule, inner_steps=inner_steps, num_fragments=count)
-        self.count = count
-        self._offsets = [(p + 1) * inner_steps // count for p in range(count)]
-        self._every = every(inner_steps, everyone)
-        self.launches = self.schedules(0 if is_late else -1)
-
-    def schedules(self, steps: int) -> list[kit.Topology]:
-        """Return each fragment's schedule: its round is `steps` steps after the step in which it is due."""
-        return [later(offset + steps, self._every) for offset in self._offsets]
-
-    def split(self, x: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-        """Return the slices of each fragment."""
-        return list(zip(*[bucket.tensor_split(self.count) for bucket in x], strict=True))
-
-    def join(self, fragments: Iterable[Iterable[Tensor]], plan: kit.Plan) -> kit.Buckets:
-        """Join slices into buckets; the inverse of `split`."""
-        return kit.Buckets([torch.cat(slices) for slices in zip(*fragments, strict=True)], plan)
-
-    def turn(self, like: kit.Buckets, schedules: Sequence[kit.Topology], t: Tensor) -> Tensor:
-        """Return True for each fragment whose schedule is active in step t, [P] bool."""
-        return torch.stack([kit.is_active(schedule, t, like) for schedule in schedules])
-
-    def mask(self, like: kit.Buckets, due: Tensor) -> kit.Buckets:
-        """Return a mask of the elements whose fragment is due, [P] bool."""
-        pairs = zip(due.unbind(), self.split(list(like)), strict=True)
-        slices = [[due.expand(piece.shape) for piece in fragment] for due, fragment in pairs]
-        return self.join(slices, like.plan)
-
-    def weighted(self, x: kit.Buckets, own: Tensor, t: Tensor) -> tuple[kit.Buckets, kit.Buckets, Tensor]:
-        """Return `x w / mean_j w_j` of each fragment, a mask of where w is not 0, and the mean of a second number, [P].
-
-        `own` are a worker's w and that number, [P, 2], which are exchanged in a fragment's round; all wait for them.
-        """
-        shares, means = [], []
-        for pieces, numbers, schedule in zip(self.split(list(x)), own, self.launches, strict=True):
-            numbers = gossip.beside(pieces, numbers)
-            weight, mean = gossip.mean(loose([numbers]), schedule, t)[0].unbind()
-            shares.append(kit.once(torch.where(weight != 0, numbers[0] / weight, torch.zeros_like(weight))))
-            means.append(mean)
-        share = self.mask(x, torch.stack(shares))
-        counts = kit.each(lambda s: s != 0, share)
-        x = kit.each(lambda x, counts: torch.where(counts, x, 0.0), x, counts)
-        return kit.with_own(kit.each(lambda x, s: x * s.to(x.dtype), x, share), x), counts, torch.stack(means)
