@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.fragments import Fragments, presence
-from decentfn.algorithms.outer import no_weight, progress, rounds
+from decentfn.algorithms.outer import Fragments, no_weight, progress, rounds
+from decentfn.comm import collectives
 from decentfn.core.arguments import require
+from decentfn.gradient.loss import takes
 
 
 class Memory(NamedTuple):
@@ -97,10 +98,11 @@ def decoupled_diloco(
     n, worker = topology.num_workers, kit.Worker(loss_fn, optimizer, topology, **options)
     kit.require_whole("decoupled_diloco", quorum=quorum)
     require(quorum <= n, "decoupled_diloco", f"there are {n} workers; take a smaller quorum.", quorum=quorum)
-    is_present = presence("decoupled_diloco", arrives, worker.everyone)
-    nesterov, feedback = (outer_learning_rate, outer_momentum, outer_optimizer), (compressor, error_decay)
-    parts = num_fragments, inner_steps
-    loop = Fragments("decoupled_diloco", worker, options, nesterov, feedback, parts, sends_progress=True)
+    is_function = arrives is None or (callable(arrives) and takes(arrives, 2))
+    require(is_function, "decoupled_diloco", "a function of t and the worker.", arrives=arrives)
+    nesterov, parts = (outer_learning_rate, outer_momentum, outer_optimizer), (num_fragments, inner_steps)
+    feedback = compressor, error_decay, worker, options
+    loop = Fragments("decoupled_diloco", parts, nesterov, *feedback, sends_progress=True)
 
     def start(x: kit.Buckets) -> Memory:
         none = no_weight(x, num_fragments)
@@ -112,7 +114,9 @@ def decoupled_diloco(
 
     def outer(theta: kit.Buckets, memory: Memory, t: Tensor) -> tuple[kit.Buckets, Memory]:
         phi, b, tokens, steps, error = memory
-        is_here = is_present(steps, t)
+        is_here = torch.ones_like(steps[0], dtype=torch.bool)
+        if arrives is not None:
+            is_here = arrives(collectives.on_device(steps, t), collectives.look_up(steps, worker.everyone, t).worker)
         trained = steps * is_here
         own = torch.stack([(tokens * is_here) ** 2 / trained.clamp(min=1), (trained > 0).to(steps.dtype)], 1)
         sent, counts, share_trained = loop.weighted(progress(phi, theta), own, t)

@@ -98,8 +98,8 @@ def diloco(
     weigh = kit.as_weight("diloco", weight)
     kit.require_whole("diloco", inner_steps=inner_steps)
     require(0 <= real("diloco", "fraction", fraction) <= 1, "diloco", "the fraction lies in [0, 1].", fraction=fraction)
-    nesterov = outer_learning_rate, outer_momentum, outer_optimizer
-    loop = Outer("diloco", worker, options, nesterov, (compressor, error_decay), sends_progress=weight is not None)
+    nesterov, feedback = (outer_learning_rate, outer_momentum, outer_optimizer), (compressor, error_decay)
+    loop = Outer("diloco", nesterov, *feedback, worker, options, sends_progress=weight is not None)
     schedule = after_steps(inner_steps, loop.everyone)
 
     def start(x: kit.Buckets) -> Memory:
@@ -118,4 +118,4 @@ def diloco(
         return mix_some(worker, theta, t, fraction, seed, worker.everyone) if fraction else theta
 
     step = local_steps(worker, schedule, outer, weight=weigh, mix=mix)
-    return loop.algorithm(step, start, (schedule,), whole_buckets=fraction > 0)
+    return loop.algorithm(step, start, (schedule,), whole_buckets=loop.is_on or fraction > 0)

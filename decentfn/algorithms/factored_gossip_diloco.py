@@ -87,7 +87,9 @@ def factored_gossip_diloco(
 
     def start(x: kit.Buckets) -> Memory:
         phi = kit.copy_wide(x)
-        return Memory(phi, outer_optimizer.init(phi), (feedback.start_with_peers(x), feedback.start_with_peers(x)))
+        return Memory(
+            phi, outer_optimizer.init(phi), (feedback.start(x, with_peers=True), feedback.start(x, with_peers=True))
+        )
 
     step = local_steps(worker, schedule, outer, post=post)
     outer_optimizers = (outer_optimizer,)

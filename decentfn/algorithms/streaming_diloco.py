@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.fragments import Fragments
-from decentfn.algorithms.outer import rounds
+from decentfn.algorithms.outer import Fragments, rounds
 from decentfn.core.arguments import require
 
 
@@ -86,9 +85,9 @@ def streaming_diloco(
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
     kit.require_whole("streaming_diloco", 0, delay=delay)
     kit.require_fractions("streaming_diloco", alpha=alpha)
-    nesterov, feedback = (outer_learning_rate, outer_momentum, outer_optimizer), (compressor, error_decay)
-    parts = num_fragments, inner_steps
-    loop = Fragments("streaming_diloco", worker, options, nesterov, feedback, parts, is_late=delay > 0)
+    nesterov, parts = (outer_learning_rate, outer_momentum, outer_optimizer), (num_fragments, inner_steps)
+    feedback = compressor, error_decay, worker, options
+    loop = Fragments("streaming_diloco", parts, nesterov, *feedback, is_late=delay > 0)
     rule = "a fragment is applied before its next round, so delay < inner_steps; take more inner steps."
     require(delay < inner_steps, "streaming_diloco", rule, inner_steps=inner_steps, delay=delay)
     arrivals = loop.schedules(delay - 1)
