@@ -364,7 +364,9 @@ class Fragments(Outer):
         phi_new, new = self.nesterov.step(phi, own, delta, t)
 
         def put(b: Any, new: Any) -> Any:
-            return kit.where(mask, new, b) if isinstance(b, kit.Buckets) else torch.where(due, new, b)
+            if isinstance(b, kit.Buckets):  # of some of the leaves alone, if the optimizer has masks
+                return kit.where(mask if len(b) == len(mask) else self.mask(b, due), new, b)
+            return torch.where(due, new, b)
 
         return kit.where(mask, phi_new, phi), trees.map_nodes(_PARTS, put, b, new), mask
 
