@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.outer import Fragments, no_weight, progress, rounds
+from decentfn.algorithms.outer import Fragments, Nesterov, no_weight, progress, rounds
 from decentfn.comm import collectives
 from decentfn.core.arguments import require
 from decentfn.gradient.loss import takes
@@ -100,9 +100,9 @@ def decoupled_diloco(
     require(quorum <= n, "decoupled_diloco", f"there are {n} workers; take a smaller quorum.", quorum=quorum)
     is_function = arrives is None or (callable(arrives) and takes(arrives, 2))
     require(is_function, "decoupled_diloco", "a function of t and the worker.", arrives=arrives)
-    nesterov, parts = (outer_learning_rate, outer_momentum, outer_optimizer), (num_fragments, inner_steps)
-    feedback = compressor, error_decay, worker, options
-    loop = Fragments("decoupled_diloco", parts, nesterov, *feedback, sends_progress=True)
+    nesterov = Nesterov("decoupled_diloco", outer_learning_rate, outer_momentum, outer_optimizer)
+    feedback = compressor, error_decay, worker, options, True
+    loop = Fragments("decoupled_diloco", num_fragments, inner_steps, nesterov, *feedback)
 
     def start(x: kit.Buckets) -> Memory:
         none = no_weight(x, num_fragments)
@@ -128,4 +128,4 @@ def decoupled_diloco(
         return kit.where(loop.mask(phi, mine), phi, theta), Memory(phi, b, tokens, steps, error)
 
     step = rounds(worker, loop.launches, outer, weight=kit.as_weight("decoupled_diloco", weight), count=count)
-    return loop.algorithm(step, start, loop.launches, whole_buckets=True)
+    return loop.algorithm(step, start, loop.launches, whole_buckets=True, outer_optimizers=nesterov.optimizers)

@@ -38,8 +38,7 @@ def after_steps(inner_steps: int, topology: kit.Topology) -> kit.Topology:
 
 Arrive = Callable[..., Any]
 """Wait for posted messages, `(after) -> result`, with `after` as for `collect`."""
-Fed = tuple[kit.Buckets, kit.Buckets | None]
-"""A result, and the new e."""
+Fed = tuple[kit.Buckets, kit.Buckets | None]  # a result, and the new e
 
 
 def rounds(
@@ -239,19 +238,11 @@ class Feedback:
 
         return q.posted, arrive
 
-
-class Outer(Feedback):
-    """Outer loop of workers whose φ are the same: `Feedback`'s mean of all, and Nesterov's or another outer step along it."""
-
-    def __init__(self, call: str, nesterov: tuple[float, float, Any], *feedback: Any, **options: Any) -> None:
-        super().__init__(call, *feedback, **options)
-        self.nesterov = Nesterov(call, *nesterov)
-
     def algorithm(self, step: Any, start: Any, schedules: Sequence[kit.Topology], **options: Any) -> kit.Algorithm:
-        """Return the algorithm of this step and first memory."""
-        equal, everyone = ("params",) if self.sends_progress else (), self._worker.everyone
-        options = {"whole_buckets": self.is_on, "outer_optimizers": self.nesterov.optimizers} | options
-        return self._worker.algorithm(step, start, topology=everyone, schedules=schedules, must_equal=equal, **options)
+        """Return the algorithm of this step and first memory, of means over all workers if `options` do not say otherwise."""
+        equal = ("params",) if self.sends_progress else ()
+        options = {"topology": self._worker.everyone, "must_equal": equal, "whole_buckets": self.is_on} | options
+        return self._worker.algorithm(step, start, schedules=schedules, **options)
 
 
 def mean_compressed(q: Compressed, after: Iterable[Tensor] = ()) -> kit.Buckets:
@@ -289,19 +280,20 @@ _PARTS: Any = (kit.Buckets, Tensor)
 """Nodes of an outer optimizer's state: of buckets a fragment has a slice, of other tensors its own, [P, ...]."""
 
 
-class Fragments(Outer):
+class Fragments(Feedback):
     """Outer loop over P equal slices of every bucket; fragment p, the p-th slice of each, is due after ⌊(p+1) H / P⌋ steps of H.
 
-    `parts` are P and H. A fragment is launched in the step in which it is due, or, if `is_late`, in the next one: at most one in a step.
+    A fragment is launched in the step in which it is due, or, if `is_late`, in the next one: at most one in a step.
     """
 
-    def __init__(self, call: str, parts: tuple[int, int], *outer: Any, is_late: bool = False, **options: Any) -> None:
-        super().__init__(call, *outer, **options)
-        count, inner_steps = parts
+    def __init__(
+        self, call: str, count: int, inner_steps: int, nesterov: Nesterov, *feedback: Any, is_late: bool = False
+    ) -> None:
+        super().__init__(call, *feedback)
         kit.require_whole(call, inner_steps=inner_steps, num_fragments=count)
         rule = "a fragment has a step of its own, so num_fragments <= inner_steps; take more inner steps."
         require(count <= inner_steps, call, rule, inner_steps=inner_steps, num_fragments=count)
-        self.count = count
+        self.count, self.nesterov = count, nesterov
         self._offsets = [(p + 1) * inner_steps // count for p in range(count)]
         self._every = every(inner_steps, self.everyone)
         self.launches = self.schedules(0 if is_late else -1)
@@ -385,8 +377,7 @@ class Fragments(Outer):
         if e is not None:
             sent = self.mask(e, self.turn(e, self.launches, t) if sends is None else sends)
             fed = kit.each(lambda fed, sent: torch.where(sent, fed, 0.0), self._fed(x, e, t), sent)
-        pairs = zip(fed, plans, strict=True)
-        pieces = [gossip.narrow(b, plan.dtype, wire if plan.is_shared else None) for b, plan in pairs]
+        pieces = [gossip.narrow(b, p.dtype, wire if p.is_shared else None) for b, p in zip(fed, plans, strict=True)]
         each = list(zip([loose(f, plans) for f in self.split(pieces)], self.launches, strict=True))
         if e is None or sent is None or self.compressor is None:
             posted = [self._worker.post(fragment, t, schedule) for fragment, schedule in each]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.outer import Fragments, rounds
+from decentfn.algorithms.outer import Fragments, Nesterov, rounds
 from decentfn.core.arguments import require
 
 
@@ -85,9 +85,9 @@ def streaming_diloco(
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
     kit.require_whole("streaming_diloco", 0, delay=delay)
     kit.require_fractions("streaming_diloco", alpha=alpha)
-    nesterov, parts = (outer_learning_rate, outer_momentum, outer_optimizer), (num_fragments, inner_steps)
+    nesterov = Nesterov("streaming_diloco", outer_learning_rate, outer_momentum, outer_optimizer)
     feedback = compressor, error_decay, worker, options
-    loop = Fragments("streaming_diloco", parts, nesterov, *feedback, is_late=delay > 0)
+    loop = Fragments("streaming_diloco", num_fragments, inner_steps, nesterov, *feedback, is_late=delay > 0)
     rule = "a fragment is applied before its next round, so delay < inner_steps; take more inner steps."
     require(delay < inner_steps, "streaming_diloco", rule, inner_steps=inner_steps, delay=delay)
     arrivals = loop.schedules(delay - 1)
@@ -112,4 +112,4 @@ def streaming_diloco(
 
     schedules = (*loop.launches, *arrivals)
     step = rounds(worker, schedules, outer, post=loop.launch if delay else None)
-    return loop.algorithm(step, start, schedules, whole_buckets=True)
+    return loop.algorithm(step, start, schedules, whole_buckets=True, outer_optimizers=nesterov.optimizers)
