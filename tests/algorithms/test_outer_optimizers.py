@@ -51,7 +51,12 @@ def scheduled():
     return step
 
 
+def clipped():
+    return lambda phi, delta: phi - 0.5 * delta * min(1, 0.2 / (np.linalg.norm(delta) + 1e-6))
+
+
 OUTERS = {
+    "norm of the fragment": (clipped, {"outer_optimizer": df.chain(df.clip_by_global_norm(0.2), df.sgd(0.5))}),
     "no momentum": (lambda: nesterov(0.6, 0.0), {"outer_learning_rate": 0.6, "outer_momentum": 0.0}),
     "full momentum": (lambda: nesterov(0.1, 1.0), {"outer_learning_rate": 0.1, "outer_momentum": 1.0}),
     "Adam": (lambda: adam(0.05), {"outer_optimizer": df.adam(0.05)}),
