@@ -201,21 +201,6 @@ ROWS: dict[str, Subject] = {
     "noloco, 8 bits": Subject(
         df.noloco, on("random-matching"), {"inner_steps": 2, "compressor": compressors.quantize(8)}
     ),
-    "factored_gossip_diloco, 8 bits": Subject(
-        df.factored_gossip_diloco, on("one-peer-exp"), {"inner_steps": 2, "compressor": compressors.quantize(8)}
-    ),
-    "decoupled_diloco, Adam": Subject(
-        df.decoupled_diloco,
-        on("complete"),
-        {
-            "inner_steps": 4,
-            "num_fragments": 2,
-            "compressor": compressors.quantize(4),
-            "outer_optimizer": df.adam(0.05, eps=1e-3),
-        },
-        laws=(outer_parameters_stay_equal,),
-        starts_equal=True,
-    ),
     "sparse_loco": Subject(
         df.sparse_loco,
         on("complete"),

@@ -62,7 +62,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "gasloc, 8 bits": {"compressor": compressors.quantize(8)},
     "gasloc, twice": {"gossip_rounds": 2},
     "factored_gossip_diloco, 3 steps": {"inner_steps": 3},
-    "factored_gossip_diloco, 8 bits": {"compressor": compressors.quantize(8)},
     "k_gt, 3 steps": {"inner_steps": 3},
     "k_gt, half": {"inner_steps": 3, "outer_learning_rate": 0.5},
     "led, 3 steps": {"inner_steps": 3},

@@ -150,8 +150,6 @@ NOT_OF_THE_MEAN_ALONE = (
     "diloco, 4 bits",
     "streaming_diloco, 2 bits",
     "noloco, 8 bits",
-    "factored_gossip_diloco, 8 bits",
-    "decoupled_diloco, Adam",
     "clipped_gossip",
     "relay_sgd, models",
     "relay_sgd, gradients",
