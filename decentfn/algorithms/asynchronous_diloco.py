@@ -27,7 +27,7 @@ from torch import Tensor
 
 from decentfn import kit
 from decentfn.algorithms import mail as mails
-from decentfn.algorithms.outer import after_steps
+from decentfn.algorithms.outer import Nesterov, after_steps
 from decentfn.comm import collectives
 
 
@@ -60,6 +60,10 @@ def asynchronous_diloco(
     Own steps, arrivals, `df.data.until` and `df.settle` are as in `asynchronous_gradient_push`. `df.params(state)` are the
     outer parameters φ, which mail and outer steps move; the loss is that of φ + d.
 
+    There is no `compressor=`: mail is parameters with a share a/w of the mass, not progress. Error feedback on d would
+    change the outer step and send as much; C(φ) in a message leaves a / (w - a) times φ - C(φ) with the sender, so only a
+    precise C would do, and `wire_dtype=torch.bfloat16` is one.
+
     Sent: the parameters, and 16 bytes, to each out-neighbor whose last message has arrived, in every H-th own step.
 
     Args:
@@ -76,12 +80,9 @@ def asynchronous_diloco(
     """
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
     kit.require_whole("asynchronous_diloco", inner_steps=inner_steps)
-    kit.require_positive("asynchronous_diloco", outer_learning_rate=outer_learning_rate)
-    kit.require_fractions("asynchronous_diloco", outer_momentum=outer_momentum)
+    nesterov = Nesterov("asynchronous_diloco", outer_learning_rate, outer_momentum)
     schedule = after_steps(inner_steps, topology)
     mail = mails.Mail("asynchronous_diloco", worker, schedule)
-    rate = kit.as_input("asynchronous_diloco", "outer_learning_rate", outer_learning_rate)
-    momentum = kit.as_input("asynchronous_diloco", "outer_momentum", outer_momentum)
 
     def start(x: kit.Buckets) -> Memory:
         return Memory(mail.start(x), kit.zeros_like(x), kit.zeros_like(x))
@@ -94,9 +95,7 @@ def asynchronous_diloco(
         d = kit.unless_bad(kit.add(d, u), lambda: kit.each(torch.zeros_like, d))
         if not kit.rests(schedule):
             is_due = (collectives.own_step(phi[0], t, 0) + 1) % inner_steps == 0
-            eta, beta = kit.at(rate, t, phi), kit.at(momentum, t, phi)
-            b_new = kit.each(lambda b, d: beta * b - d, b, d)
-            new = kit.each(lambda phi, d, b: phi + eta * (d - beta * b), phi, d, b_new)
+            new, b_new = nesterov.step(phi, b, kit.each(torch.neg, d), t)
             phi, b = kit.where(is_due, new, phi), kit.where(is_due, b_new, b)
             d = kit.where(is_due, kit.each(torch.zeros_like, d), d)
         phi, letters = mail.offer(phi, letters, t)

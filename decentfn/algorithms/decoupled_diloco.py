@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.outer import Feedback, Fragments, Nesterov, no_weight, progress, rounds
+from decentfn.algorithms.outer import Fragments, Nesterov, no_weight, progress, rounds
 from decentfn.comm import collectives
 from decentfn.core.arguments import require
 from decentfn.gradient.loss import takes
@@ -36,7 +36,7 @@ class Memory(NamedTuple):
     """Memory of one worker."""
 
     phi: kit.Buckets  # outer parameters, the same on all workers
-    b: kit.Buckets  # outer momentum, likewise
+    b: kit.PyTree  # outer momentum, likewise, None if β = 0; or the outer optimizer's state
     tokens: Tensor  # [P], this worker's since each fragment's last merge
     steps: Tensor  # [P], its steps with tokens since then
     error: kit.Buckets | None = None  # error of compressed progress; None without a compressor
@@ -55,6 +55,7 @@ def decoupled_diloco(
     quorum: int = 1,
     outer_learning_rate: float = 0.7,
     outer_momentum: float = 0.9,
+    outer_optimizer: Any = None,
     weight: Callable[[kit.PyTree], Tensor] | None = None,
     arrives: Callable[[Tensor, Tensor], Tensor] | None = None,
     compressor: kit.Compressor | None = None,
@@ -80,6 +81,7 @@ def decoupled_diloco(
         quorum: workers that must have trained for a merge, from 1 to N.
         outer_learning_rate: η > 0.
         outer_momentum: β in [0, 1], Nesterov's.
+        outer_optimizer: a pair `(init, update)` in place of η and β, as for `streaming_diloco`; it counts a fragment's merges.
         weight: function from the loss's aux to this worker's number of tokens in a step, 0-d and >= 0; 0: it did not
             train, and its progress does not count. None: 1 in every step.
         arrives: function from the step (0-d int64) and the worker's number (0-d int64) to a 0-d bool: does the worker
@@ -94,18 +96,17 @@ def decoupled_diloco(
         ValueError: a hyperparameter outside its range; from `init`, unequal parameters.
     """
     n, worker = topology.num_workers, kit.Worker(loss_fn, optimizer, topology, **options)
-    weigh = kit.as_weight("decoupled_diloco", weight)
     kit.require_whole("decoupled_diloco", quorum=quorum)
     require(quorum <= n, "decoupled_diloco", f"there are {n} workers; take a smaller quorum.", quorum=quorum)
     is_function = arrives is None or (callable(arrives) and takes(arrives, 2))
     require(is_function, "decoupled_diloco", "a function of t and the worker.", arrives=arrives)
-    nesterov = Nesterov("decoupled_diloco", outer_learning_rate, outer_momentum)
-    feedback = Feedback("decoupled_diloco", compressor, error_decay, worker, options, sends_progress=True)
-    fragments = Fragments("decoupled_diloco", num_fragments, inner_steps, feedback.everyone)
+    nesterov = Nesterov("decoupled_diloco", outer_learning_rate, outer_momentum, outer_optimizer)
+    feedback = compressor, error_decay, worker, options, True
+    loop = Fragments("decoupled_diloco", num_fragments, inner_steps, nesterov, *feedback)
 
     def start(x: kit.Buckets) -> Memory:
-        tokens, steps = (no_weight(x, num_fragments) for _ in range(2))
-        return Memory(kit.copy_wide(x), kit.zeros_like(x), tokens, steps, feedback.start(x))
+        none = no_weight(x, num_fragments)
+        return Memory(kit.copy_wide(x), loop.init(x), none, torch.zeros_like(none), loop.start(x))
 
     def count(memory: Memory, weight: Tensor | None) -> Memory:
         now = torch.ones_like(memory.tokens[0]) if weight is None else weight.to(memory.tokens.dtype)
@@ -118,17 +119,13 @@ def decoupled_diloco(
             is_here = arrives(collectives.on_device(steps, t), collectives.look_up(steps, worker.everyone, t).worker)
         trained = steps * is_here
         own = torch.stack([(tokens * is_here) ** 2 / trained.clamp(min=1), (trained > 0).to(steps.dtype)], 1)
-        sent, counts, share_trained = fragments.weighted(progress(phi, theta), own, t)
-        due = fragments.turn(phi, fragments.launches, t) & (share_trained > (quorum - 0.5) / n)
-        mask, mine = fragments.mask(phi, due), fragments.mask(phi, due & is_here)
-        sends = kit.each(torch.logical_and, mask, counts)
-        delta, error = feedback.post_fragments(fragments, phi, sent, error, t, sends)[1]()
-        phi, b = nesterov.step_where(mask, phi, b, delta, t)
-        tokens, steps = (torch.where(due & is_here, torch.zeros_like(count), count) for count in (tokens, steps))
-        return kit.where(mine, phi, theta), Memory(phi, b, tokens, steps, error)
+        sent, counts, share_trained = loop.weighted(progress(phi, theta), own, t)
+        merges = loop.turn(phi, loop.launches, t) & (share_trained > (quorum - 0.5) / n)
+        mine = merges & is_here
+        delta, error = loop.post(phi, sent, error, t, merges & counts)[1]()
+        phi, b, _ = loop.step(merges, phi, b, delta, t)
+        tokens, steps = (torch.where(mine, torch.zeros_like(count), count) for count in (tokens, steps))
+        return kit.where(loop.mask(phi, mine), phi, theta), Memory(phi, b, tokens, steps, error)
 
-    schedules = fragments.launches
-    step = rounds(worker, schedules, outer, weight=weigh, count=count)
-    return worker.algorithm(
-        step, start, topology=worker.everyone, schedules=schedules, must_equal=("params",), whole_buckets=True
-    )
+    step = rounds(worker, loop.launches, outer, weight=kit.as_weight("decoupled_diloco", weight), count=count)
+    return loop.algorithm(step, start, loop.launches, whole_buckets=True, outer_optimizers=nesterov.optimizers)

@@ -118,12 +118,5 @@ def diloco(
         return mix_some(worker, theta, t, fraction, seed, worker.everyone) if fraction else theta
 
     step = local_steps(worker, schedule, outer, weight=weigh, mix=mix)
-    return worker.algorithm(
-        step,
-        start,
-        topology=worker.everyone,
-        schedules=(schedule,),
-        must_equal=("params",) if feedback.sends_progress else (),
-        whole_buckets=feedback.is_on or fraction > 0,
-        outer_optimizers=nesterov.optimizers,
-    )
+    whole = feedback.is_on or fraction > 0
+    return feedback.algorithm(step, start, (schedule,), whole_buckets=whole, outer_optimizers=nesterov.optimizers)

@@ -13,13 +13,12 @@ default Nesterov's momentum; Δ and the state of v are the worker's own.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple, Unpack
 
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.outer import Arrive, after_steps, local_steps, progress, require_outer
+from decentfn.algorithms.outer import Arrive, Feedback, after_steps, local_steps, progress, require_outer
 from decentfn.optim.transforms import sgd
 from decentfn.topologies import nth_round
 
@@ -29,6 +28,7 @@ class Memory(NamedTuple):
 
     phi: kit.Buckets  # parameters at the start of the round
     opt: kit.PyTree  # state of the outer optimizer
+    errors: tuple[kit.Buckets | None, ...] = (None, None)  # e of φ and of φ̂ + v; None without a compressor
     averaged = ("phi", "opt")  # over the workers, by df.resize
     restart = kit.restarting("phi")
 
@@ -41,6 +41,8 @@ def factored_gossip_diloco(
     *,
     inner_steps: int = 50,
     outer_optimizer: Any = None,
+    compressor: kit.Compressor | None = None,
+    error_decay: float = 1.0,
     **options: Unpack[kit.Options],
 ) -> kit.Algorithm:
     """Train locally for H steps; mix what the round started from meanwhile, and the result again at the end.
@@ -58,6 +60,9 @@ def factored_gossip_diloco(
         inner_steps: H; the outer step follows steps H-1, 2H-1, …
         outer_optimizer: a pair `(init, update)` that sees Δ as the gradient and φ as the parameters, in float32 or wider;
             None is DiLoCo's, `df.sgd(0.7, momentum=0.9, nesterov=True)`.
+        compressor: C of both payloads, each with its own error feedback: x + (W - I) q in place of W x, which keeps the mean for
+            every C. They are parameters, so C is precise, δ >= 1/2: `df.compressors.quantize()`, 8 bits.
+        error_decay: decay of the errors, in [0, 1].
         options: `bucket_mb`, `wire_dtype`, `shared`; see `Options`.
 
     Raises:
@@ -65,23 +70,29 @@ def factored_gossip_diloco(
     """
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
     kit.require_whole("factored_gossip_diloco", inner_steps=inner_steps)
-    first, second = (after_steps(inner_steps, nth_round(k, 2, topology)) for k in range(2))
+    feedback = Feedback("factored_gossip_diloco", compressor, error_decay, worker, options)
+    first, second = (feedback.with_peers(inner_steps, nth_round(k, 2, topology)) for k in range(2))
     schedule = after_steps(inner_steps, worker.everyone)  # is active even if W₁ or W₂ is idle
     outer_optimizer = sgd(0.7, momentum=0.9, nesterov=True) if outer_optimizer is None else outer_optimizer
     require_outer("factored_gossip_diloco", outer_optimizer)
 
     def post(theta: kit.Buckets, memory: Memory, t: Tensor) -> tuple[kit.Posted, Arrive]:
-        posted = worker.post(memory.phi, t, first)
-        return posted, partial(kit.collect, posted)
+        return feedback.post_mix(memory.phi, memory.errors[0], first, t)
 
-    def outer(theta: kit.Buckets, memory: Memory, t: Tensor, phi_hat: kit.Buckets) -> tuple[kit.Buckets, Memory]:
+    def outer(theta: kit.Buckets, memory: Memory, t: Tensor, arrived: Any) -> tuple[kit.Buckets, Memory]:
         v, opt = outer_optimizer.update(progress(memory.phi, theta), memory.opt, memory.phi)
-        phi = worker.mix(kit.add(phi_hat, v), t, second)
-        return phi, Memory(phi, opt)
+        phi_hat, error = arrived
+        phi, other = feedback.mix(kit.add(phi_hat, v), memory.errors[1], second, t)
+        return phi, Memory(phi, opt, (error, other))
 
     def start(x: kit.Buckets) -> Memory:
         phi = kit.copy_wide(x)
-        return Memory(phi, outer_optimizer.init(phi))
+        return Memory(
+            phi, outer_optimizer.init(phi), (feedback.start(x, with_peers=True), feedback.start(x, with_peers=True))
+        )
 
     step = local_steps(worker, schedule, outer, post=post)
-    return worker.algorithm(step, start, schedules=(schedule,), outer_optimizers=(outer_optimizer,))
+    outer_optimizers = (outer_optimizer,)
+    return worker.algorithm(
+        step, start, schedules=(schedule,), outer_optimizers=outer_optimizers, whole_buckets=feedback.is_on
+    )

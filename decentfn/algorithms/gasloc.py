@@ -115,7 +115,7 @@ def gasloc(
         return phi, Memory(phi, y, error)
 
     def start(x: kit.Buckets) -> Memory:
-        return Memory(kit.copy_wide(x), kit.copy_wide(x), feedback.start_with_peers(x))
+        return Memory(kit.copy_wide(x), kit.copy_wide(x), feedback.start(x, with_peers=True))
 
     step = local_steps(worker, schedule, outer, own_steps=steps if min(steps) < max(steps) else ())
     return worker.algorithm(step, start, schedules=(schedule,), whole_buckets=feedback.is_on)

@@ -96,7 +96,7 @@ def noloco(
         return phi, Memory(phi, b, error)
 
     def start(x: kit.Buckets) -> Memory:
-        return Memory(kit.copy_wide(x), kit.zeros_like(x), feedback.start_with_peers(x))
+        return Memory(kit.copy_wide(x), kit.zeros_like(x), feedback.start(x, with_peers=True))
 
     step = local_steps(worker, schedule, outer)
     return worker.algorithm(step, start, schedules=(schedule,), whole_buckets=feedback.is_on)

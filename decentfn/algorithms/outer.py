@@ -38,6 +38,7 @@ def after_steps(inner_steps: int, topology: kit.Topology) -> kit.Topology:
 
 Arrive = Callable[..., Any]
 """Wait for posted messages, `(after) -> result`, with `after` as for `collect`."""
+Fed = tuple[kit.Buckets, kit.Buckets | None]  # a result, and the new e
 
 
 def rounds(
@@ -126,8 +127,7 @@ class Nesterov:
         if optimizer is not None:
             require_outer(call, optimizer)
             rule = "an outer optimizer has its own rate and momentum: df.sgd(0.7, momentum=0.9, nesterov=True)."
-            given = {"outer_learning_rate": rate, "outer_momentum": momentum}
-            require((rate, momentum) == (0.7, 0.9), call, rule, **given)
+            require((rate, momentum) == (0.7, 0.9), call, rule, outer_learning_rate=rate, outer_momentum=momentum)
         self.optimizers = () if optimizer is None else (optimizer,)
         self._has_momentum = momentum > 0
         self._rate = kit.as_input(call, "outer_learning_rate", rate)
@@ -149,13 +149,6 @@ class Nesterov:
             return kit.each(lambda phi, delta: phi - eta * delta, phi, delta), None
         b = kit.each(lambda b, delta: beta * b + delta, b, delta)
         return kit.each(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b), b
-
-    def step_where(
-        self, mask: kit.Buckets, phi: kit.Buckets, b: kit.Buckets, delta: kit.Buckets, t: Tensor
-    ) -> tuple[kit.Buckets, kit.Buckets]:
-        """Return φ⁺ and b⁺ where the mask is True, else φ and b."""
-        phi_new, b_new = self.step(phi, b, delta, t)
-        return kit.where(mask, phi_new, phi), kit.where(mask, b_new, b)
 
 
 class Feedback:
@@ -185,17 +178,13 @@ class Feedback:
         self.everyone = all_to_all(worker.topology.num_workers) if self.is_on else worker.everyone
         self.sends_progress = sends_progress or self.is_on or worker.wire_dtype is not None
 
-    def start(self, x: kit.Buckets) -> kit.Buckets | None:
-        """Return the first e."""
-        return kit.zeros_like(x) if self.is_on else None
-
-    def start_with_peers(self, x: kit.Buckets) -> kit.Buckets | None:
-        """Return the first e of a payload for peers; raise ValueError unless its compressor has δ >= 1/2."""
-        if self.compressor is not None:
+    def start(self, x: kit.Buckets, with_peers: bool = False) -> kit.Buckets | None:
+        """Return the first e; raise ValueError if peers receive the payload and its compressor has δ < 1/2."""
+        if self.compressor is not None and with_peers:
             deltas = [self.compressor.delta(plan) or 0.0 for plan in x.plan.buckets]
             rule = f"peers receive parameters, so δ >= 1/2, not {min(deltas):.2g}; use quantize(bits=8), or choco_sgd or beer."
             require(min(deltas) >= 0.5, self._call, rule, compressor=self.compressor)
-        return self.start(x)
+        return kit.zeros_like(x) if self.is_on else None
 
     def with_peers(self, inner_steps: int, topology: kit.Topology) -> kit.Topology:
         """Return the schedule of rounds with peers; compressed values cannot be averaged in groups."""
@@ -225,58 +214,35 @@ class Feedback:
         q = post_compressed(e, self.compressor, schedule, t)
         return q, kit.each(torch.sub, e, q.sent)
 
-    def mean(
-        self, x: kit.Buckets, e: kit.Buckets | None, schedule: kit.Topology, t: Tensor
-    ) -> tuple[kit.Buckets, kit.Buckets | None]:
+    def mean(self, x: kit.Buckets, e: kit.Buckets | None, schedule: kit.Topology, t: Tensor) -> Fed:
         """Return the mean of what all send, and the new e; `schedule` has rounds of `everyone`."""
         if e is None:
             return self._worker.mean(x, t, schedule), None
         q, e = self._post(x, e, schedule, t)
         return mean_compressed(q), e
 
-    def mix(
-        self, x: kit.Buckets, e: kit.Buckets | None, schedule: kit.Topology, t: Tensor
-    ) -> tuple[kit.Buckets, kit.Buckets | None]:
+    def mix(self, x: kit.Buckets, e: kit.Buckets | None, schedule: kit.Topology, t: Tensor) -> Fed:
         """Return `x + (W - I) q`, with x for Δ, whose mean over the workers is that of x, and the new e; without C, W x."""
+        return (self._worker.mix(x, t, schedule), None) if e is None else self.post_mix(x, e, schedule, t)[1]()
+
+    def post_mix(self, x: kit.Buckets, e: kit.Buckets | None, schedule: kit.Topology, t: Tensor) -> tuple[Any, Arrive]:
+        """Start to send x; also return what waits for `mix`'s result."""
         if e is None:
-            return self._worker.mix(x, t, schedule), None
+            posted = self._worker.post(x, t, schedule)
+            return posted, lambda after=(): (kit.collect(posted, after=after), None)
         q, e = self._post(x, e, schedule, t)
-        pull = difference_compressed(q)
-        return kit.repaired(q.posted, kit.add(x, pull), pull), e  # a bad worker sent zeros, so the pull is the mix
 
-    def post_fragments(
-        self,
-        fragments: Fragments,
-        phi: kit.Buckets,
-        x: kit.Buckets,
-        e: kit.Buckets | None,
-        t: Tensor,
-        sends: kit.Buckets | None = None,
-    ) -> tuple[list[kit.Posted], Arrive]:
-        """Start to send each fragment of x; also return what waits for them, for Δ and e, which is new where this worker sends.
+        def arrive(after: Iterable[Tensor] = ()) -> Fed:
+            pull = difference_compressed(q, after=after)
+            return kit.repaired(q.posted, kit.add(x, pull), pull), e  # a bad worker sent zeros, so the pull is the mix
 
-        `sends` is a mask, outside of which no error is fed back; None: of the fragments whose round is in step t.
-        """
-        plans, wire, fed = x.plan.buckets, self._worker.wire_dtype, x if e is None else self._fed(x, e, t)
-        if e is not None and sends is not None:
-            fed = kit.each(lambda fed, sends: torch.where(sends, fed, 0.0), fed, sends)
-        pairs = zip(fed, plans, strict=True)
-        pieces = [gossip.narrow(b, plan.dtype, wire if plan.is_shared else None) for b, plan in pairs]
-        each = list(zip([loose(f, plans) for f in fragments.split(pieces)], fragments.launches, strict=True))
-        if e is None or self.compressor is None:
-            posted = [self._worker.post(fragment, t, schedule) for fragment, schedule in each]
-            waits = [functools.partial(gossip.collect, one) for one in posted]
-        else:
-            several = [post_compressed(fragment, self.compressor, schedule, t) for fragment, schedule in each]
-            left = kit.each(torch.sub, fed, fragments.join([q.sent for q in several], e.plan))
-            sends = fragments.mask(e, fragments.turn(e, fragments.launches, t)) if sends is None else sends
-            e = kit.where(sends, left, e)
-            posted, waits = [q.posted for q in several], [functools.partial(mean_compressed, q) for q in several]
+        return q.posted, arrive
 
-        def arrive(after: Iterable[Tensor] = ()) -> tuple[kit.Buckets, kit.Buckets | None]:
-            return self.outer_gradient(phi, fragments.join([wait(after=after) for wait in waits], phi.plan)), e
-
-        return posted, arrive
+    def algorithm(self, step: Any, start: Any, schedules: Sequence[kit.Topology], **options: Any) -> kit.Algorithm:
+        """Return the algorithm of this step and first memory, of means over all workers if `options` do not say otherwise."""
+        equal = ("params",) if self.sends_progress else ()
+        options = {"topology": self._worker.everyone, "must_equal": equal, "whole_buckets": self.is_on} | options
+        return self._worker.algorithm(step, start, schedules=schedules, **options)
 
 
 def mean_compressed(q: Compressed, after: Iterable[Tensor] = ()) -> kit.Buckets:
@@ -296,10 +262,8 @@ def require_outer(call: str, outer_optimizer: Any) -> None:
     """Raise ValueError unless the outer optimizer is a pair that descends and does not want the mix."""
     require_pair(f"{call}(outer_optimizer)", outer_optimizer)
     require_descent(outer_optimizer)
-    if wants_mix(outer_optimizer):
-        raise ValueError(
-            f"{call}(outer_optimizer=MixAware(...)): an outer step does not show the mix; use df.sgd(0.7)."
-        )
+    rule = "an outer step does not show the mix; use df.sgd(0.7)."
+    require(not wants_mix(outer_optimizer), f"{call}(outer_optimizer=MixAware(...))", rule)
 
 
 def progress(phi: kit.Buckets, theta: kit.Buckets) -> kit.Buckets:
@@ -312,19 +276,26 @@ def progress(phi: kit.Buckets, theta: kit.Buckets) -> kit.Buckets:
     return kit.Buckets([s.to(p.dtype) - x.to(p.dtype) for s, x, p in zip(start, theta, phi, strict=True)], phi.plan)
 
 
-class Fragments:
-    """P equal slices of every bucket; fragment p, the p-th slice of each, is due after ⌊(p+1) H / P⌋ steps of H.
+_PARTS: Any = (kit.Buckets, Tensor)
+"""Nodes of an outer optimizer's state: of buckets a fragment has a slice, of other tensors its own, [P, ...]."""
 
-    A fragment is launched in the step in which it is due, or, if `is_late`, in the next one.
+
+class Fragments(Feedback):
+    """Outer loop over P equal slices of every bucket; fragment p, the p-th slice of each, is due after ⌊(p+1) H / P⌋ steps of H.
+
+    A fragment is launched in the step in which it is due, or, if `is_late`, in the next one: at most one in a step.
     """
 
-    def __init__(self, call: str, count: int, inner_steps: int, everyone: kit.Topology, is_late: bool = False) -> None:
+    def __init__(
+        self, call: str, count: int, inner_steps: int, nesterov: Nesterov, *feedback: Any, is_late: bool = False
+    ) -> None:
+        super().__init__(call, *feedback)
         kit.require_whole(call, inner_steps=inner_steps, num_fragments=count)
         rule = "a fragment has a step of its own, so num_fragments <= inner_steps; take more inner steps."
         require(count <= inner_steps, call, rule, inner_steps=inner_steps, num_fragments=count)
-        self.count = count
+        self.count, self.nesterov = count, nesterov
         self._offsets = [(p + 1) * inner_steps // count for p in range(count)]
-        self._every = every(inner_steps, everyone)
+        self._every = every(inner_steps, self.everyone)
         self.launches = self.schedules(0 if is_late else -1)
 
     def schedules(self, steps: int) -> list[kit.Topology]:
@@ -349,8 +320,8 @@ class Fragments:
         slices = [[due.expand(piece.shape) for piece in fragment] for due, fragment in pairs]
         return self.join(slices, like.plan)
 
-    def weighted(self, x: kit.Buckets, own: Tensor, t: Tensor) -> tuple[kit.Buckets, kit.Buckets, Tensor]:
-        """Return `x w / mean_j w_j` of each fragment, a mask of where w is not 0, and the mean of a second number, [P].
+    def weighted(self, x: kit.Buckets, own: Tensor, t: Tensor) -> tuple[kit.Buckets, Tensor, Tensor]:
+        """Return `x w / mean_j w_j` of each fragment, where w is not 0, and the mean of a second number, [P].
 
         `own` are a worker's w and that number, [P, 2], which are exchanged in a fragment's round; all wait for them.
         """
@@ -360,7 +331,64 @@ class Fragments:
             weight, mean = gossip.mean(loose([numbers]), schedule, t)[0].unbind()
             shares.append(kit.once(torch.where(weight != 0, numbers[0] / weight, torch.zeros_like(weight))))
             means.append(mean)
-        share = self.mask(x, torch.stack(shares))
-        counts = kit.each(lambda s: s != 0, share)
-        x = kit.each(lambda x, counts: torch.where(counts, x, 0.0), x, counts)
-        return kit.with_own(kit.each(lambda x, s: x * s.to(x.dtype), x, share), x), counts, torch.stack(means)
+        share, of_x = torch.stack(shares), self.mask(x, torch.stack(shares))
+        x = kit.each(lambda x, s: torch.where(s != 0, x, 0.0), x, of_x)
+        return kit.with_own(kit.each(lambda x, s: x * s.to(x.dtype), x, of_x), x), share != 0, torch.stack(means)
+
+    def init(self, x: kit.Buckets) -> Any:
+        """Return b, or the outer optimizer's state, in which each fragment has numbers of its own, [P]."""
+
+        def of_each(node: Any) -> Any:
+            rule = "a fragment has parts of leaves, so the optimizer is elementwise, as df.adam(0.1); or take num_fragments=1."
+            is_whole = isinstance(node, kit.Buckets)
+            require(is_whole or self.count == 1 or node.dim() == 0, f"{self._call}(outer_optimizer)", rule)
+            return node if is_whole else torch.stack([node] * self.count)
+
+        return trees.map_nodes(_PARTS, of_each, self.nesterov.init(kit.copy_wide(x)))
+
+    def step(self, due: Tensor, phi: kit.Buckets, b: Any, delta: kit.Buckets, t: Tensor) -> tuple[Any, ...]:
+        """Return φ⁺ and b⁺ in the fragment that is `due`, [P] bool, if one is, else φ and b; and its mask."""
+        own, mask = b, self.mask(phi, due)
+        if self.nesterov.optimizers:
+            turn = due.to(torch.uint8).argmax().view(1)
+            own = trees.map_nodes(_PARTS, lambda x: x if isinstance(x, kit.Buckets) else x.index_select(0, turn)[0], b)
+            delta = kit.each(lambda d, m: torch.where(m, d, 0.0), delta, mask)
+        phi_new, new = self.nesterov.step(phi, own, delta, t)
+
+        def put(b: Any, new: Any) -> Any:
+            if isinstance(b, kit.Buckets):  # of some of the leaves alone, if the optimizer has masks
+                return kit.where(mask if len(b) == len(mask) else self.mask(b, due), new, b)
+            return torch.where(due, new, b)
+
+        return kit.where(mask, phi_new, phi), trees.map_nodes(_PARTS, put, b, new), mask
+
+    def launch(self, theta: kit.Buckets, memory: Any, t: Tensor) -> tuple[list[kit.Posted], Arrive]:
+        """Start to send the fragment whose round is in step t, as `post` does."""
+        return self.post(memory.phi, self.to_send(memory.phi, theta), memory.error, t)
+
+    def post(
+        self, phi: kit.Buckets, x: kit.Buckets, e: kit.Buckets | None, t: Tensor, sends: Tensor | None = None
+    ) -> tuple[list[kit.Posted], Arrive]:
+        """Start to send each fragment of x; also return what waits for them, for Δ and e, which is new where this worker sends.
+
+        `sends`, [P] bool, are the fragments whose error is fed back; None: those whose round is in step t.
+        """
+        plans, wire, fed, sent = x.plan.buckets, self._worker.wire_dtype, x, None
+        if e is not None:
+            sent = self.mask(e, self.turn(e, self.launches, t) if sends is None else sends)
+            fed = kit.each(lambda fed, sent: torch.where(sent, fed, 0.0), self._fed(x, e, t), sent)
+        pieces = [gossip.narrow(b, p.dtype, wire if p.is_shared else None) for b, p in zip(fed, plans, strict=True)]
+        each = list(zip([loose(f, plans) for f in self.split(pieces)], self.launches, strict=True))
+        if e is None or sent is None or self.compressor is None:
+            posted = [self._worker.post(fragment, t, schedule) for fragment, schedule in each]
+            waits = [functools.partial(gossip.collect, one) for one in posted]
+        else:
+            several = [post_compressed(fragment, self.compressor, schedule, t) for fragment, schedule in each]
+            left = kit.each(torch.sub, fed, self.join([q.sent for q in several], e.plan))
+            e = kit.where(sent, left, e)
+            posted, waits = [q.posted for q in several], [functools.partial(mean_compressed, q) for q in several]
+
+        def arrive(after: Iterable[Tensor] = ()) -> Fed:
+            return self.outer_gradient(phi, self.join([wait(after=after) for wait in waits], phi.plan)), e
+
+        return posted, arrive

@@ -104,10 +104,5 @@ def slowmo(
     def start(x: kit.Buckets) -> Memory:
         return Memory(kit.copy_wide(x), kit.zeros_like(x), feedback.start(x))
 
-    return worker.algorithm(
-        step,
-        start,
-        schedules=(outer,),
-        must_equal=("params",) if feedback.is_on else (),
-        whole_buckets=feedback.is_on,
-    )
+    equal = ("params",) if feedback.is_on else ()
+    return feedback.algorithm(step, start, (outer,), topology=topology, must_equal=equal)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.outer import Arrive, Feedback, Fragments, Nesterov, rounds
+from decentfn.algorithms.outer import Fragments, Nesterov, rounds
 from decentfn.core.arguments import require
 
 
@@ -27,7 +27,7 @@ class Memory(NamedTuple):
     """Memory of one worker."""
 
     phi: kit.Buckets  # outer parameters, the same on all workers
-    b: kit.Buckets  # outer momentum, likewise
+    b: kit.PyTree  # outer momentum, likewise, None if β = 0; or the outer optimizer's state
     delta: kit.Buckets | None  # outer gradients that have arrived and wait to be applied; None if delay <= 1
     waits: Tensor | None  # [P] bool: fragments of which one does; None if delay <= 1
     error: kit.Buckets | None = None  # error of compressed progress; None without a compressor
@@ -47,6 +47,7 @@ def streaming_diloco(
     alpha: float = 0.5,
     outer_learning_rate: float = 0.7,
     outer_momentum: float = 0.9,
+    outer_optimizer: Any = None,
     compressor: kit.Compressor | None = None,
     error_decay: float = 1.0,
     **options: Unpack[kit.Options],
@@ -72,6 +73,8 @@ def streaming_diloco(
         alpha: α in [0, 1]; 0 uses the outer parameters alone.
         outer_learning_rate: η > 0.
         outer_momentum: β in [0, 1], Nesterov's.
+        outer_optimizer: a pair `(init, update)` in place of η and β, as for `diloco`; elementwise unless P = 1. Its counts and
+            schedules are each fragment's own.
         compressor: C of what is averaged, with error feedback; as for `diloco`.
         error_decay: its decay, in [0, 1].
         options: `bucket_mb`, `wire_dtype`, `shared`; see `Options`.
@@ -82,39 +85,31 @@ def streaming_diloco(
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
     kit.require_whole("streaming_diloco", 0, delay=delay)
     kit.require_fractions("streaming_diloco", alpha=alpha)
-    nesterov = Nesterov("streaming_diloco", outer_learning_rate, outer_momentum)
-    feedback = Feedback("streaming_diloco", compressor, error_decay, worker, options)
-    fragments = Fragments("streaming_diloco", num_fragments, inner_steps, feedback.everyone, is_late=delay > 0)
+    nesterov = Nesterov("streaming_diloco", outer_learning_rate, outer_momentum, outer_optimizer)
+    feedback = compressor, error_decay, worker, options
+    loop = Fragments("streaming_diloco", num_fragments, inner_steps, nesterov, *feedback, is_late=delay > 0)
     rule = "a fragment is applied before its next round, so delay < inner_steps; take more inner steps."
     require(delay < inner_steps, "streaming_diloco", rule, inner_steps=inner_steps, delay=delay)
-    arrivals = fragments.schedules(delay - 1)
+    arrivals = loop.schedules(delay - 1)
 
     def start(x: kit.Buckets) -> Memory:
         waits = torch.zeros(num_fragments, dtype=torch.bool, device=x[0].device) if delay > 1 else None
         delta = kit.zeros_like(x) if delay > 1 else None
-        return Memory(kit.copy_wide(x), kit.zeros_like(x), delta, waits, feedback.start(x))
-
-    def launch(theta: kit.Buckets, memory: Memory, t: Tensor) -> tuple[Any, Arrive]:
-        sent = feedback.to_send(memory.phi, theta)
-        return feedback.post_fragments(fragments, memory.phi, sent, memory.error, t)
+        return Memory(kit.copy_wide(x), loop.init(x), delta, waits, loop.start(x))
 
     def outer(theta: kit.Buckets, memory: Memory, t: Tensor, arrived: Any = None) -> tuple[kit.Buckets, Memory]:
-        delta, error = launch(theta, memory, t)[1]() if arrived is None else arrived
+        delta, error = loop.launch(theta, memory, t)[1]() if arrived is None else arrived
         phi, b, waiting, waits, _ = memory
-        due = fragments.turn(phi, arrivals, t)
+        due = loop.turn(phi, arrivals, t)
         if waiting is not None and waits is not None:
-            launched = fragments.turn(phi, fragments.launches, t)
-            delta = waiting = kit.where(fragments.mask(phi, launched), delta, waiting)
+            launched = loop.turn(phi, loop.launches, t)
+            delta = waiting = kit.where(loop.mask(phi, launched), delta, waiting)
             waits = waits | launched
             due, waits = due & waits, waits & ~due
-        mask = fragments.mask(phi, due)
-        phi, b = nesterov.step_where(mask, phi, b, delta, t)
+        phi, b, mask = loop.step(due, phi, b, delta, t)
         theta_new = kit.each(lambda phi, theta: (1 - alpha) * phi + alpha * theta, phi, theta)
         return kit.where(mask, theta_new, theta), Memory(phi, b, waiting, waits, error)
 
-    schedules = (*fragments.launches, *arrivals)
-    step = rounds(worker, schedules, outer, post=launch if delay else None)
-    equal = ("params",) if feedback.sends_progress else ()
-    return worker.algorithm(
-        step, start, topology=worker.everyone, schedules=schedules, must_equal=equal, whole_buckets=True
-    )
+    schedules = (*loop.launches, *arrivals)
+    step = rounds(worker, schedules, outer, post=loop.launch if delay else None)
+    return loop.algorithm(step, start, schedules, whole_buckets=True, outer_optimizers=nesterov.optimizers)

@@ -78,6 +78,9 @@ def require_names(call: str, options: Mapping[str, Any], own: Sequence[str] = ()
     for name in sorted(set(options) - set(Options.__annotations__)):
         if name in ("lr", "learning_rate") and "learning_rate" not in own:
             raise TypeError(f"{call}({name}=...): a learning rate is the optimizer's, df.sgd(0.1).")
+        if name == "compressor":
+            rule = "its messages are not compressed, wire_dtype=torch.bfloat16 rounds them; choco_sgd and diloco compress theirs."
+            raise TypeError(f"{call}(compressor=...): {rule}")
         raise TypeError(no_such_argument(call, name, [*own, *Options.__annotations__]))
 
 

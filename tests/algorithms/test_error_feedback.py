@@ -18,6 +18,7 @@ OTHERS = {
     "decoupled_diloco": {"num_fragments": 2},
     "noloco": {},
     "gasloc": {},
+    "factored_gossip_diloco": {},
 }
 COMPRESSORS = [
     C.quantize(2),
@@ -42,13 +43,13 @@ def built(name, p, **options):
     return build(function, p, static_ring(N), LR, **{"inner_steps": H} | OTHERS[name] | options)
 
 
-def largest(e):
-    """top_k(k=1) of the buckets, which are the leaves of 2 and 3 elements."""
+def largest(e, k=1):
+    """top_k(k) of the buckets, which are the leaves of 2 and 3 elements."""
     q = np.zeros_like(e)
     for row, values in zip(q, e, strict=True):
         for leaf in (slice(0, 2), slice(2, 5)):
-            k = leaf.start + np.abs(values[leaf]).argmax()
-            row[k] = values[k]
+            kept = leaf.start + np.abs(values[leaf]).argsort()[-k:]
+            row[kept] = values[kept]
     return q
 
 
@@ -93,6 +94,39 @@ def test_compressed_slowmo_follows_its_equation():
         xs.append(x)
     algorithm = built("slowmo", p, compressor=C.top_k(k=1), alpha=0.9, beta=0.6)
     np.testing.assert_allclose(run(algorithm, p, STEPS), np.stack(xs), rtol=0, atol=1e-10)
+
+
+def test_compressed_factored_gossip_diloco_follows_its_equation():
+    """Rounds alternate between a ring and pairs; each of the two payloads has an error of its own."""
+    p = problem(N)
+    pairs = np.kron(np.eye(N // 2), np.full((2, 2), 0.5))
+    matrices = np.stack([static_ring(N)[0], pairs])
+    theta = phi = p.start
+    (b, first, second), xs = (np.zeros_like(p.start) for _ in range(3)), [p.start]
+    for t in range(STEPS):
+        theta = theta - LR * p.gradients(theta)
+        if (t + 1) % H == 0:
+            b = 0.8 * b + phi - theta
+            v = -0.6 * (phi - theta + 0.8 * b)
+            first = 0.9 * first + phi
+            q = largest(first, 2)
+            y, first = phi + (matrices[0] - np.eye(N)) @ q + v, first - q
+            second = 0.9 * second + y
+            q = largest(second, 2)
+            theta = phi = y + (matrices[1] - np.eye(N)) @ q
+            second = second - q
+        xs.append(theta)
+    outer = df.sgd(0.6, momentum=0.8, nesterov=True)
+    options = {"outer_optimizer": outer, "compressor": C.top_k(k=2), "error_decay": 0.9}
+    algorithm = build(df.factored_gossip_diloco, p, matrices, LR, inner_steps=H, **options)
+    np.testing.assert_allclose(run(algorithm, p, STEPS), np.stack(xs), rtol=0, atol=1e-10)
+
+
+def test_mail_is_not_compressed_with_a_reason():
+    with pytest.raises(
+        TypeError, match=r"asynchronous_diloco\(compressor=.*not compressed.*wire_dtype.*diloco compress"
+    ):
+        df.asynchronous_diloco(loss, Sgd(LR), df.topology("one-peer-exp", 4), compressor=C.quantize(8))
 
 
 @pytest.mark.parametrize("delay", [0, 1, 3])
@@ -145,7 +179,7 @@ def test_what_was_applied_and_what_is_left_are_all_that_was_learned(name, compre
     assert np.abs(learned).max() > 0.1
 
 
-@pytest.mark.parametrize("name", ["noloco", "gasloc"])
+@pytest.mark.parametrize("name", ["noloco", "gasloc", "factored_gossip_diloco"])
 @pytest.mark.parametrize("compressor", [C.quantize(8), C.quantize(4), C.cast(torch.bfloat16)], ids=lambda c: c.name)
 def test_the_mean_does_not_depend_on_the_compressor_of_messages_to_peers(name, compressor):
     p = problem(N)
@@ -155,7 +189,7 @@ def test_the_mean_does_not_depend_on_the_compressor_of_messages_to_peers(name, c
     assert np.abs(found - plain).max() > 1e-6
 
 
-@pytest.mark.parametrize("name", ["noloco", "gasloc"])
+@pytest.mark.parametrize("name", ["noloco", "gasloc", "factored_gossip_diloco"])
 def test_a_peer_refuses_a_compressor_that_leaves_parameters_out(name):
     algorithm = built(name, problem(N), compressor=C.sign())
     with pytest.raises(ValueError, match=rf"{name}\(compressor=sign.*δ >= 1/2.*quantize\(bits=8\)"):

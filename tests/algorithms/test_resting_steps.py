@@ -48,6 +48,11 @@ LOOPS = {
     "streaming_diloco": outer(df.streaming_diloco, num_fragments=2, delay=0),
     "streaming_diloco, late": outer(df.streaming_diloco, num_fragments=1, delay=3),
     "decoupled_diloco": outer(df.decoupled_diloco, num_fragments=2),
+    "streaming_diloco, adam": outer(df.streaming_diloco, num_fragments=2, delay=0, outer_optimizer=df.adam(0.1)),
+    "decoupled_diloco, adam": outer(df.decoupled_diloco, num_fragments=2, outer_optimizer=df.adam(0.1)),
+    "factored_gossip_diloco, 8 bits": outer(
+        df.factored_gossip_diloco, "one-peer-exp", compressor=df.compressors.quantize()
+    ),
     "sparse_loco": outer(df.sparse_loco),
     "noloco": outer(df.noloco, "random-matching"),
     "gasloc": outer(df.gasloc, "random-matching"),
