@@ -157,13 +157,12 @@ class Network:
             longest = np.maximum(longest, loads / self.pairs[m.senders, m.receivers])
         return group_maximum(m, np.where(m.payloads > 0, longest + m.rounds * self.latencies(m), 0.0))
 
-    def alone(self, m: Messages, nbytes: float) -> np.ndarray:
-        """Return how long each message occupies its interfaces if nothing shares them, without its latency."""
+    def occupies(self, m: Messages, nbytes: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return how long each message occupies the interfaces where it leaves and arrives, and its link; no latency."""
         leaves, arrives = self.interfaces(m)
-        rates = np.minimum(self.out[leaves], self.into[arrives])
-        if self.pairs is not None:
-            rates = np.minimum(rates, self.pairs[m.senders, m.receivers])
-        return m.payloads * nbytes / np.where(m.are_away, 1, self.shards) / rates
+        link = np.inf if self.pairs is None else self.pairs[m.senders, m.receivers]
+        loads = m.payloads * nbytes / np.where(m.are_away, 1, self.shards)
+        return loads / self.out[leaves], loads / self.into[arrives], loads / link
 
 
 def group_maximum(m: Messages, values: np.ndarray) -> np.ndarray:

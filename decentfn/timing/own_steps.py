@@ -71,7 +71,7 @@ def own_steps(
         late[i].append(len(meanwhile))
         shares, m = shares_of(topology, t)[i].tolist(), messages_of(topology, t, clock.network.node)
         out, into = clock.network.interfaces(m)
-        lasts, latency = clock.network.alone(m, nbytes), clock.network.latencies(m)
+        (leaving, entering, link), latency = clock.network.occupies(m, nbytes), clock.network.latencies(m)
         has_mass, held, flags = mass[i] * (1 - sum(shares)) >= LEAST_MASS, mass[i], list[bool]()
         for share, to in zip(shares, topology.peers(t).destinations[i], strict=True):
             box = boxes.setdefault((i, to), [])
@@ -80,8 +80,10 @@ def own_steps(
             if not flags[-1]:
                 continue
             [row] = np.flatnonzero((m.senders == i) & (m.receivers == to))[:1]
-            done = max(now, leaves[out[row]], enters[into[row]]) + lasts[row]
-            leaves[out[row]] = enters[into[row]] = done
+            # Each interface is busy for these bytes at its own rate: a slow one at the other end does not hold it.
+            leaves[out[row]] = max(now, leaves[out[row]]) + leaving[row]
+            enters[into[row]] = max(now, enters[into[row]]) + entering[row]
+            done = max(leaves[out[row]], enters[into[row]], now + link[row])
             box.append(_Letter(float(done + latency[row]), (i, t), share * held))
             mass[i] -= share * held
         sent[i].append(flags)

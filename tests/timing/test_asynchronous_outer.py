@@ -40,8 +40,10 @@ def by_its_equation(trace, topology, own, eta, beta):
         phi[i], w[i] = moved / (w[i] + total), w[i] + total
 
     for _, i, k in events:
-        take(i, trace.taken[i][k])
+        first = len(trace.taken[i][k]) - trace.late[i][k]
+        take(i, trace.taken[i][k][:first])
         d[i] -= 0.1 * (phi[i] + d[i] - float(batch(i, k)))
+        take(i, trace.taken[i][k][first:])
         if (k + 1) % H:
             continue
         b[i] = beta * b[i] - d[i]
