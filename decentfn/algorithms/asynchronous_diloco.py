@@ -3,7 +3,8 @@
     φ ← (w φ + Σ m_j φ_j) / (w + Σ m_j);    w ← w + Σ m_j       in every own step, with the mail that has arrived
     d ← d + u(θ, g(θ)),    θ = φ + d
 
-    b ← β b - d                                                  after every H own steps, and then
+    after every H own steps, first the mail that has arrived since, as above, and then
+    b ← β b - d
     φ ← φ + η (d - β b);    d ← 0
     send (φ, a_ji w) to the out-neighbors j of this round;    w ← w - Σ_j a_ji w
 
