@@ -94,7 +94,7 @@ def asynchronous_diloco(
         u, local = worker.update(g.grads, g, local, theta)
         d = kit.unless_bad(kit.add(d, u), lambda: kit.each(torch.zeros_like, d))
         if not kit.rests(schedule):
-            phi, letters = mail.take(phi, letters, t, is_late=True)
+            phi, letters = mail.take(phi, letters, t, late=True)
             is_due = (collectives.own_step(phi[0], t, 0) + 1) % inner_steps == 0
             eta, beta = kit.at(rate, t, phi), kit.at(momentum, t, phi)
             b_new = kit.each(lambda b, d: beta * b - d, b, d)

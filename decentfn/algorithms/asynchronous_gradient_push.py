@@ -68,7 +68,7 @@ def asynchronous_gradient_push(
         z, memory = mail.take(state.params, state.memory, t)
         g, local = worker.gradient(z, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, z)
-        z, memory = mail.take(z, memory, t, is_late=True)
+        z, memory = mail.take(z, memory, t, late=True)
         z, memory = mail.offer(kit.add(z, u), memory, t)
         return kit.State(z, local, memory), g.metrics
 

@@ -35,7 +35,7 @@ class Replay:
         trace.require_of(call, topology)
         self.trace, self.topology, self.room = trace, topology, trace.room
 
-    def arriving(self, level: int, is_late: bool) -> Tensor:
+    def arriving(self, level: int, late: bool) -> Tensor:
         """Return the messages that each worker takes first, or late, `[N, M]` int64, in their order; -1 fills up.
 
         A message is its number among those of all rings, `(sender R + place) K + slot`.
@@ -44,7 +44,7 @@ class Replay:
         for i, s in self._events(level):
             k = s - self.trace.first[i]
             first = len(self.trace.taken[i][k]) - self.trace.late[i][k]
-            its = self.trace.taken[i][k][slice(first, None) if is_late else slice(first)]
+            its = self.trace.taken[i][k][first:] if late else self.trace.taken[i][k][:first]
             taken[i] = [self._number(message, i) for message in its]
         return filled_up(taken)
 

@@ -51,8 +51,8 @@ class Trace:
             sends, and not at its start; empty: none, as in traces of versions that took mail only there.
 
     Raises:
-        ValueError: lists whose lengths differ, more late messages than messages, or a message that was never sent, is taken twice, or is taken before it
-            could exist.
+        ValueError: lists whose lengths differ, more late messages than messages, or a message that was never sent, is taken
+            twice, or is taken before it could exist.
     """
 
     topology: str

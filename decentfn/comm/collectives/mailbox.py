@@ -76,7 +76,7 @@ class Mailbox:
             thread.start()
 
     def take(
-        self, step: int, own: Sequence[Tensor], counts: Mapping[int, int] | None = None, *, is_late: bool = False
+        self, step: int, own: Sequence[Tensor], counts: Mapping[int, int] | None = None, *, late: bool = False
     ) -> list[Tensor]:
         """Return `Σ share · (values - own)` of what has arrived, wide, and `Σ share`, 0-d float64; note it for own step `step`.
 
@@ -101,7 +101,7 @@ class Mailbox:
                     letter.is_full = False
                     letter.changed.notify()
             if counts is None:
-                self.record.take(step, messages, is_late)
+                self.record.take(step, messages, late)
                 return [*sums, total]
             if self._has(counts):
                 self.record.settle(messages)
@@ -231,9 +231,9 @@ class Record:
         self.sent: list[list[bool]] = []
         self.ended: list[float] = []
 
-    def take(self, step: int, messages: list[tuple[int, int]], is_late: bool) -> None:
+    def take(self, step: int, messages: list[tuple[int, int]], late: bool) -> None:
         """Note what was taken at the start of a step, or after its gradient."""
-        if is_late:
+        if late:
             self.taken[-1] += messages
             self.late[-1] = len(messages)
             return
