@@ -3,7 +3,8 @@
     φ ← (w φ + Σ m_j φ_j) / (w + Σ m_j);    w ← w + Σ m_j       in every own step, with the mail that has arrived
     d ← d + u(θ, g(θ)),    θ = φ + d
 
-    b ← β b - d                                                  after every H own steps, and then
+    after every H own steps, first the mail that has arrived since, as above, and then
+    b ← β b - d
     φ ← φ + η (d - β b);    d ← 0
     send (φ, a_ji w) to the out-neighbors j of this round;    w ← w - Σ_j a_ji w
 
@@ -94,6 +95,7 @@ def asynchronous_diloco(
         u, local = worker.update(g.grads, g, local, theta)
         d = kit.unless_bad(kit.add(d, u), lambda: kit.each(torch.zeros_like, d))
         if not kit.rests(schedule):
+            phi, letters = mail.take(phi, letters, t, late=True)
             is_due = (collectives.own_step(phi[0], t, 0) + 1) % inner_steps == 0
             new, b_new = nesterov.step(phi, b, kit.each(torch.neg, d), t)
             phi, b = kit.where(is_due, new, phi), kit.where(is_due, b_new, b)

@@ -1,15 +1,19 @@
 """Asynchronous gradient push (Assran, Rabbat, IEEE TAC 66(1), 2021; arXiv:1803.08950): workers wait for nobody.
 
-In its own step k, worker i takes the messages (z_j, m_j) that have arrived, trains, and offers shares of its mass w:
+In its own step k, worker i takes the messages (z_j, m_j) that have arrived, trains, takes those that have arrived during
+the gradient, and offers shares of its mass w:
 
     z ← (w z + Σ m_j z_j) / (w + Σ m_j);    w ← w + Σ m_j;    w⁰ = 1
-    z ← z - η g(z)
+    g ← g(z)
+    z ← (w z + Σ m_j z_j) / (w + Σ m_j);    w ← w + Σ m_j       with the mail since then
+    z ← z - η g
     send (z, a_ji w) to the out-neighbors j of round k;    w ← w - Σ_j a_ji w
 
 z: a worker's parameters; w: its push-sum weight, the mass with which they count; a_ji: the mixing weight of the round of
 its *own* step; -η g: the optimizer's update. If the last message to j still travels, or w would fall below 2^-20, that
 mass stays. So memory is bounded, and a slow, stopped or lost worker slows nobody. Σ w z and Σ w, messages in flight
-included, change only by updates.
+included, change only by updates. A gradient takes most of a step: mail that came during it would wait for the next one,
+and the mass that it brings would not be moved by this update, which moves Σ w z by w η g.
 
 Fast workers take more steps. In the paper worker i moves w z by η_i g, so that workers at rates r_i minimize Σ r_i f_i
 unless η_i ∝ 1/r_i. Here it moves z by η g, and w z by η w g, as in GoSGD (Blot, Picard, Cord, Thome, 2016;
@@ -64,6 +68,7 @@ def asynchronous_gradient_push(
         z, memory = mail.take(state.params, state.memory, t)
         g, local = worker.gradient(z, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, z)
+        z, memory = mail.take(z, memory, t, late=True)
         z, memory = mail.offer(kit.add(z, u), memory, t)
         return kit.State(z, local, memory), g.metrics
 

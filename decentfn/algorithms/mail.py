@@ -57,9 +57,9 @@ class Mail:
         wire = self._worker.wire_dtype
         return [gossip.narrow(b, plan.dtype, wire) for b, plan in zip(z, z.plan.buckets, strict=True)]
 
-    def take(self, z: kit.Buckets, memory: Memory, t: Tensor) -> tuple[kit.Buckets, Memory]:
-        """Return z and the memory with the mail that has arrived before own step `t`."""
-        sums, mass = collectives.take(list(z), memory.ring, self._schedule, t)
+    def take(self, z: kit.Buckets, memory: Memory, t: Tensor, *, late: bool = False) -> tuple[kit.Buckets, Memory]:
+        """Return z and the memory with the mail that has arrived before own step `t`; late: since then."""
+        sums, mass = collectives.take(list(z), memory.ring, self._schedule, t, late)
         z, w = with_mail(z, memory.weight, sums, mass)
         return z, memory._replace(weight=w)
 

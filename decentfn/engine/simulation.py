@@ -94,7 +94,7 @@ def simulate(
                     f"simulate(step, {num_workers}, arrivals=trace): the state has room for {room} messages of each worker in flight, and "
                     f"the trace needs R={replay.room}; make it with df.stack(state, {num_workers}, arrivals=trace)."
                 )
-            first = _with_room(first, 1)
+            first = _with_room(first, int(num_workers > 1))  # as laid out: one worker sends nothing
         step.check(first, its_batch, t)
 
     own_check = None if step.check is None else check

@@ -100,11 +100,11 @@ class Network:
         longest = np.maximum(longest, loads / self.pairs[node[..., m.senders], node[..., m.receivers]])
         return np.where(m.payloads > 0, longest + m.rounds * self.latencies(m, node), 0.0)
 
-    def alone(self, m: Messages, nbytes: float) -> np.ndarray:
-        """Return how long each message occupies its interfaces if nothing shares them, without its latency."""
+    def occupies(self, m: Messages, nbytes: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return how long each message occupies the interfaces where it leaves and arrives, and its link; no latency."""
         leaves, arrives = self.interfaces(m, self.node)
-        rates = np.minimum(self.out[leaves], self.into[arrives])
-        return self._loads(m, nbytes) / np.minimum(rates, self.pairs[self.node[m.senders], self.node[m.receivers]])
+        loads, link = self._loads(m, nbytes), self.pairs[self.node[m.senders], self.node[m.receivers]]
+        return loads / self.out[leaves], loads / self.into[arrives], loads / link
 
     def _loads(self, m: Messages, nbytes: float) -> np.ndarray:
         return m.payloads * nbytes / np.where(m.are_away, 1, self.shards)

@@ -35,14 +35,17 @@ class Replay:
         trace.require_of(call, topology)
         self.trace, self.topology, self.room = trace, topology, trace.room
 
-    def arriving(self, level: int) -> Tensor:
-        """Return the messages that each worker takes, `[N, M]` int64, in their order; -1 fills up.
+    def arriving(self, level: int, late: bool) -> Tensor:
+        """Return the messages that each worker takes first, or late, `[N, M]` int64, in their order; -1 fills up.
 
         A message is its number among those of all rings, `(sender R + place) K + slot`.
         """
         taken: list[list[int]] = [[] for _ in range(self.trace.num_workers)]
         for i, s in self._events(level):
-            taken[i] = [self._number(message, i) for message in self.trace.taken[i][s - self.trace.first[i]]]
+            k = s - self.trace.first[i]
+            first = len(self.trace.taken[i][k]) - self.trace.late[i][k]
+            its = self.trace.taken[i][k][first:] if late else self.trace.taken[i][k][:first]
+            taken[i] = [self._number(message, i) for message in its]
         return filled_up(taken)
 
     def offered(self, level: int) -> Offered:

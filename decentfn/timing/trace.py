@@ -41,16 +41,18 @@ class Trace:
     Args:
         topology: `schedule_name` of the schedule, whose round worker i uses by its own step.
         num_workers: N.
-        taken: `taken[i][k]`, the messages that the worker takes at the start of the step, as (sender, sender's own step),
-            in the order in which they are added. One entry more than there are steps: what `df.settle` took at the end.
+        taken: `taken[i][k]`, the messages that the worker takes in the step, as (sender, sender's own step), in the order
+            in which they are added. One entry more than there are steps: what `df.settle` took at the end.
         sent: `sent[i][k]`, for each of the round's slots (`round.destinations[i]`): True if the message went out, False if
             there is none, or the worker kept its mass.
         ended: `ended[i][k]`, when the step ended, in seconds since the start.
         first: the number of each worker's first step; empty: 0.
+        late: `late[i][k]`, how many of the step's messages, the last ones, are taken after its gradient and just before it
+            sends, and not at its start; empty: none, as in traces of versions that took mail only there.
 
     Raises:
-        ValueError: lists whose lengths differ, or a message that was never sent, is taken twice, or is taken before it
-            could exist.
+        ValueError: lists whose lengths differ, more late messages than messages, or a message that was never sent, is taken
+            twice, or is taken before it could exist.
     """
 
     topology: str
@@ -59,6 +61,7 @@ class Trace:
     sent: tuple[tuple[tuple[bool, ...], ...], ...] = field(repr=False)
     ended: tuple[tuple[float, ...], ...] = field(repr=False)
     first: tuple[int, ...] = ()
+    late: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         plain = {
@@ -66,6 +69,7 @@ class Trace:
             "sent": tuple(tuple(tuple(map(bool, slots)) for slots in steps) for steps in self.sent),
             "ended": tuple(tuple(map(float, times)) for times in self.ended),
             "first": tuple(self.first) or (0,) * self.num_workers,
+            "late": tuple(map(tuple, self.late)) or tuple((0,) * len(steps) for steps in self.sent),
         }
         for name, value in plain.items():
             object.__setattr__(self, name, value)
@@ -76,6 +80,12 @@ class Trace:
                 raise ValueError(
                     f"Trace: worker {i} has {len(sent)} steps in sent, {len(ended)} in ended and {len(taken)} in taken; each step "
                     "has one entry in each, and taken may have one more, what df.settle took."
+                )
+            late = self.late[i]
+            if len(late) != len(sent) or not all(0 <= n <= len(its) for n, its in zip(late, taken, strict=False)):
+                raise ValueError(
+                    f"Trace: worker {i} has {len(sent)} steps, with {[*map(len, taken)][: len(sent)]} messages, of which late={[*late]}; "
+                    "late has one number for each step, from 0 to its messages."
                 )
         self._require_sent()
         assert self.levels

@@ -176,6 +176,5 @@ def trace() -> Trace:
     if (box := here.mailbox) is None:
         raise ValueError("trace(): no mailbox is open; call it on ranks that step with df.asynchronous_gradient_push.")
     record = box.record
-    everyone = collectives.gather_objects([record.first, record.taken, record.sent, record.ended], here)
-    first, taken, sent, ended = zip(*everyone, strict=True)
-    return Trace(schedule_name(box.topology), here.size, taken, sent, ended, first)
+    everyone = collectives.gather_objects([record.taken, record.sent, record.ended, record.first, record.late], here)
+    return Trace(schedule_name(box.topology), here.size, *zip(*everyone, strict=True))

@@ -28,6 +28,7 @@ def uncorrected_push(loss_fn, optimizer, topology, **options):
         z, memory = mail.take(state.params, state.memory, t)
         g, local = worker.gradient(z, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, z)
+        z, memory = mail.take(z, memory, t, late=True)
         z, memory = mail.offer(kit.add(z, kit.divide(u, memory.weight)), memory, t)
         return kit.State(z, local, memory), g.metrics
 

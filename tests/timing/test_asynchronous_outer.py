@@ -40,8 +40,10 @@ def by_its_equation(trace, topology, own, eta, beta):
         phi[i], w[i] = moved / (w[i] + total), w[i] + total
 
     for _, i, k in events:
-        take(i, trace.taken[i][k])
+        first = len(trace.taken[i][k]) - trace.late[i][k]
+        take(i, trace.taken[i][k][:first])
         d[i] -= 0.1 * (phi[i] + d[i] - float(batch(i, k)))
+        take(i, trace.taken[i][k][first:])
         if (k + 1) % H:
             continue
         b[i] = beta * b[i] - d[i]
@@ -114,6 +116,14 @@ def test_with_plain_outer_steps_after_every_step_it_is_asynchronous_gradient_pus
     ours = at_once(built(topology, inner_steps=1, outer_learning_rate=1.0, outer_momentum=0.0), starts(), 20)
     theirs = at_once(df.asynchronous_gradient_push(loss_fn, df.sgd(0.1), topology), starts(), 20)
     torch.testing.assert_close(df.params(ours), df.params(theirs), atol=1e-14, rtol=0)
+    ours, theirs = (  # each on the same trace, which has the name of its schedule
+        replayed(algorithm, random_trace(algorithm.topology, 80, 0), starts(), batch)
+        for algorithm in (
+            built(topology, inner_steps=1, outer_learning_rate=1.0, outer_momentum=0.0),
+            df.asynchronous_gradient_push(loss_fn, df.sgd(0.1), topology),
+        )
+    )
+    torch.testing.assert_close(df.params(ours), df.params(theirs), atol=1e-13, rtol=0)
 
 
 # -- mass ---------------------------------------------------------------------------------------------------------------

@@ -68,6 +68,38 @@ def test_one_slow_worker_sets_the_pace_of_all_but_of_those_that_wait_for_nobody(
     assert len(trace.levels) <= 61
 
 
+def arrivals(line):
+    """Of each message that was taken: sender, receiver, seconds from the end of its step until it was taken."""
+    for i, steps in enumerate(line.trace.sent):
+        for k in range(len(steps)):
+            first = len(line.trace.taken[i][k]) - line.trace.late[i][k]
+            for place, (j, s) in enumerate(line.trace.taken[i][k]):
+                yield j, i, (line.start if place < first else line.end)[k, i] - line.end[s, j]
+
+
+def test_a_slow_link_delays_only_its_own_messages():
+    """0.086 s of a fast interface and 0.86 s of worker 3's: what goes between fast workers arrives in their next step."""
+    sends = Exchange(df.topology("one-peer-exp", 4), 1e8, is_awaited=False)
+    took = {}
+    for j, i, seconds in arrivals(df.clock(0.1, Links([10, 10, 10, 1])).timeline(sends, 300)):
+        took.setdefault(3 in (j, i), []).append(seconds)
+    assert max(took[False]) < 0.31 and np.mean(took[False]) < 0.15, (max(took[False]), np.mean(took[False]))
+    assert min(took[True]) > 0.86
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_interface_carries_more_than_its_rate(seed):
+    draw = random.Random(seed)
+    rates = [draw.choice([0.1, 0.3, 1, 10]) for _ in range(4)]
+    sends = Exchange(df.topology("static-exp", 4), 4e6, is_awaited=False)
+    line = df.clock(0.05, Links(rates)).timeline(sends, 400)
+    found = list(arrivals(line))
+    for i, rate in enumerate(rates):
+        for end in (0, 1):
+            seconds = 4e6 * 8 / (rate * 0.93e9) * sum(one[end] == i for one in found)
+            assert seconds <= line.end.max() + 1e-9, (i, end, seconds)
+
+
 @pytest.mark.parametrize("begins", [0.0, 2 / 3, 1.0])
 def test_equal_workers_follow_the_closed_form(begins):
     n, nbytes, link = 6, 4e7, Link(1, latency_ms=2)

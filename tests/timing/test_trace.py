@@ -1,5 +1,7 @@
 """A trace says what arrived when, or is refused."""
 
+import json
+
 import pytest
 
 import decentfn as df
@@ -37,9 +39,23 @@ def test_a_saved_trace_is_the_same(tmp_path):
     assert list(made.settled) == [(2, ())]
 
 
+def test_a_file_without_late_messages_is_a_trace_in_which_none_was_late(tmp_path):
+    made = trace()
+    made.save(path := tmp_path / "trace.json")
+    told = json.loads(path.read_text())
+    del told["late"]  # as written before mail was taken after a gradient, too
+    path.write_text(json.dumps(told))
+    assert Trace.load(path) == made and made.late == ((0, 0), (0, 0), (0,))
+    assert trace(late=[[0, 0], [1, 1], [2]]).levels == made.levels  # a step needs what it takes late, too
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"late": [[0, 0], [2, 0], [0]]}, r"messages, of which late=\[2, 0\]"),
+        ({"late": [[0, 0], [0, 0], [0, 0]]}, r"worker 2 has 1 steps.*late=\[0, 0\]"),
+        ({"late": [[0, 0], [0, -1], [0]]}, r"late=\[0, -1\]"),
+        ({"late": [[0, 0]]}, "late has an entry for each of the 3 workers"),
         ({"taken": [[[], []], [[(0, 0)], [(0, 0)]], [[]]]}, "twice"),
         ({"taken": [[[], []], [[(2, 0)], []], [[]]]}, "no such message"),
         ({"taken": [[[], []], [[(0, 7)], []], [[]]]}, "no such message"),

@@ -17,7 +17,7 @@ def random_trace(topology, events, seed, rates=None, late=0.5, kept=0.2):
     """Workers step at random by their rates; a message is as late as the draws say, and some mass stays at its sender."""
     draw, n = random.Random(seed), topology.num_workers
     mail = [[] for _ in range(n)]
-    taken, sent, ended = ([[] for _ in range(n)] for _ in range(3))
+    taken, sent, ended, after = ([[] for _ in range(n)] for _ in range(4))
     for now in range(events):
         [i] = draw.choices(range(n), rates)
         here = [message for message in mail[i] if draw.random() >= late]
@@ -30,7 +30,9 @@ def random_trace(topology, events, seed, rates=None, late=0.5, kept=0.2):
         taken[i].append(here)
         sent[i].append(went)
         ended[i].append(float(now))
-    return Trace(schedule_name(topology), n, [its + [rest] for its, rest in zip(taken, mail, strict=True)], sent, ended)
+        after[i].append(draw.randrange(len(here) + 1))  # so many of them after the gradient
+    taken = [its + [rest] for its, rest in zip(taken, mail, strict=True)]
+    return Trace(schedule_name(topology), n, taken, sent, ended, late=after)
 
 
 def replayed(algorithm, trace, starts, batches, *, compiled=None):

@@ -43,9 +43,12 @@ class Ring(NamedTuple):
         return x.new_full((*x.shape[:-2], places, x.shape[-1]), value)
 
 
-def take(own: Sequence[Tensor], ring: Ring, topology: Topology, t: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Take the mail of own step `t`: `Σ share · (values - own)`, wide, `[D]` each, and `Σ share`, 0-d float64."""
-    *sums, mass = _take(list(own), list(ring.values), ring.shares, ring.to, topology.handle, t, 0)
+def take(own: Sequence[Tensor], ring: Ring, topology: Topology, t: Tensor, late: bool) -> tuple[list[Tensor], Tensor]:
+    """Take the mail of own step `t`: `Σ share · (values - own)`, wide, `[D]` each, and `Σ share`, 0-d float64.
+
+    First what has arrived before the step; then, late, what has arrived since, of steps that had ended before.
+    """
+    *sums, mass = _take(list(own), list(ring.values), ring.shares, ring.to, topology.handle, t, late, 0)
     return sums, mass
 
 
@@ -86,15 +89,16 @@ def _mailbox(handle: Tensor, workers: int, what: str) -> tuple[Mailbox | None, T
 
 
 def _take_kernel(
-    own: list[Tensor], values: list[Tensor], shares: Tensor, to: Tensor, handle: Any, t: Any, workers: int
+    own: list[Tensor], values: list[Tensor], shares: Tensor, to: Tensor, handle: Any, t: Any, late: bool, workers: int
 ) -> list[Tensor]:
     box, _ = _mailbox(handle, workers, "take")
     if workers:
-        rows = addressed(to) if context.arrivals is None else context.arrivals.arriving(int(t))
+        at_once = to[..., :0] if late else to  # all steps end at once, so nothing arrives during one
+        rows = addressed(at_once) if context.arrivals is None else context.arrivals.arriving(int(t), late)
         return sum_of_mail(own, values, shares, rows)
     if box is None:
         return [*(torch.zeros_like(x, dtype=wide(x.dtype)) for x in own), shares.new_zeros(())]
-    *sums, mass = box.take(int(t), own)
+    *sums, mass = box.take(int(t), own, late=late)
     return [*sums, mass.to(shares.device)]
 
 
@@ -125,18 +129,19 @@ def addressed(to: Tensor) -> Tensor:
 
 
 def _take_vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
-    own, values, shares, to, handle, t, _ = arguments
+    own, values, shares, to, handle, t, late, _ = arguments
     n = info.batch_size
     own, values = (
         [with_workers_first(x, dim, n) for x, dim in zip(its, dims, strict=True)]
         for its, dims in ((own, in_dims[0]), (values, in_dims[1]))
     )
     shares, to = with_workers_first(shares, in_dims[2], n), with_workers_first(to, in_dims[3], n)
-    return _take(own, values, shares, to, handle, t, n), [0] * (len(values) + 1)
+    return _take(own, values, shares, to, handle, t, late, n), [0] * (len(values) + 1)
 
 
 _take = operator(
-    "take(Tensor[] own, Tensor[] values, Tensor shares, Tensor to, Tensor topology, Tensor t, int workers) -> Tensor[]",
+    "take(Tensor[] own, Tensor[] values, Tensor shares, Tensor to, Tensor topology, Tensor t, "
+    "bool late, int workers) -> Tensor[]",
     _take_kernel,
     lambda own, values, shares, *_: [
         *(torch.empty_like(x, dtype=wide(x.dtype)) for x in own),

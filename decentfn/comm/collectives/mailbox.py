@@ -75,7 +75,9 @@ class Mailbox:
         for thread in self._threads:
             thread.start()
 
-    def take(self, step: int, own: Sequence[Tensor], counts: Mapping[int, int] | None = None) -> list[Tensor]:
+    def take(
+        self, step: int, own: Sequence[Tensor], counts: Mapping[int, int] | None = None, *, late: bool = False
+    ) -> list[Tensor]:
         """Return `Σ share · (values - own)` of what has arrived, wide, and `Σ share`, 0-d float64; note it for own step `step`.
 
         With `counts`, wait for so many messages of each rank since the start, but for those of lost ranks.
@@ -99,7 +101,7 @@ class Mailbox:
                     letter.is_full = False
                     letter.changed.notify()
             if counts is None:
-                self.record.take(step, messages)
+                self.record.take(step, messages, late)
                 return [*sums, total]
             if self._has(counts):
                 self.record.settle(messages)
@@ -225,14 +227,20 @@ class Record:
     def _begin(self, first: int) -> None:
         self.first, self.is_settled = first, False
         self.taken: list[list[tuple[int, int]]] = []
+        self.late: list[int] = []
         self.sent: list[list[bool]] = []
         self.ended: list[float] = []
 
-    def take(self, step: int, messages: list[tuple[int, int]]) -> None:
-        """Note what was taken at the start of a step."""
+    def take(self, step: int, messages: list[tuple[int, int]], late: bool) -> None:
+        """Note what was taken at the start of a step, or after its gradient."""
+        if late:
+            self.taken[-1] += messages
+            self.late[-1] = len(messages)
+            return
         if self.is_settled or not self.sent:
             self._begin(step)
         self.taken.append(messages)
+        self.late.append(0)
 
     def settle(self, messages: list[tuple[int, int]]) -> None:
         """Note what was taken after the last step."""
