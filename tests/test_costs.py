@@ -137,7 +137,8 @@ def test_the_distance_between_workers_is_computed_without_a_copy_of_their_parame
         x += torch.randn_like(x) / 10
     kept, x = trees.map(torch.clone, state), state.params[0].double().view(n, -1)
     expected = (x - x.mean(0)).square().sum(1).mean().sqrt()
-    torch.testing.assert_close(df.consensus_distance(state), expected, rtol=1e-14, atol=0)
+    rounding = 1e-14 if n == 1 or dtype == torch.float64 else 1e-7
+    torch.testing.assert_close(df.consensus_distance(state), expected, rtol=rounding, atol=0)
     assert all(torch.equal(a, b) for a, b in zip(trees.leaves(state), trees.leaves(kept), strict=True))
     assert peak_of(lambda: df.consensus_distance(state)) < 2.5 * 8 * (1 << 18)  # of one block in float64
 

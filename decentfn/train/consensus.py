@@ -16,7 +16,7 @@ from decentfn.comm import collectives
 from decentfn.comm.fingerprint import compare, digest, require_equal, require_equal_rows
 from decentfn.core import trees
 from decentfn.core.arguments import checks_numbers, require
-from decentfn.core.buckets import Buckets, Plan, counted_once, each, part_of, sum_within_worker
+from decentfn.core.buckets import Buckets, Plan, counted_once, each, part_of, sum_within_worker, wide
 from decentfn.core.stacking import over_workers
 from decentfn.core.trees import PyTree
 from decentfn.errors import ReplicaMismatch
@@ -178,19 +178,21 @@ def distance_to_consensus(state: Any) -> Tensor:
 
 
 def _squared_distance(bucket: Tensor) -> Tensor:
-    """Return `‖x_i - x̄‖²` in float64, block by block: in one process, the bucket is read once and never copied."""
+    """Return `‖x_i - x̄‖²`, block by block: in one process, the bucket is read once and never copied."""
     rows, several = bucket.shape[:-1].numel(), collectives.world().size > 1
     parts = bucket.split(max(1, (1 << 18 if bucket.device.type == "cpu" else 1 << 24) // rows), -1)
     if rows == 1 and not several:  # alone: 0, or NaN
         return torch.stack([(part - part).sum(-1) for part in parts]).sum(0).double()
-    means: list[Any] = [None] * len(parts)
+    total = torch.zeros(bucket.shape[:-1], dtype=torch.float64, device=bucket.device)
     if several:
         mean = collectives.process_mean(torch.cat([_mean_here(part.double()) for part in parts]))
-        means = [*mean.split(parts[0].shape[-1])]
-    total = torch.zeros(bucket.shape[:-1], dtype=torch.float64, device=bucket.device)
-    for part, mean in zip(parts, means, strict=True):
-        own = part.to(torch.float64, copy=True)
-        total += own.sub_(_mean_here(own) if mean is None else mean).square_().sum(-1)
+        for part, its in zip(parts, mean.split(parts[0].shape[-1]), strict=True):
+            total += (part - its).square_().sum(-1)
+        return total
+    for part in parts:  # as wide as the parameters: equal workers have no difference from the first one, others a rounded one
+        own = part.to(wide(part.dtype))
+        own = own - own[0]
+        total += own.sub_(own.mean(0)).square_().sum(-1)
     return total
 
 
