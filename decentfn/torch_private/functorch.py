@@ -27,7 +27,7 @@ _library.define("row(Tensor rows, Tensor[] like) -> Tensor")
 _library.define("is_batched(Tensor x) -> Tensor")
 _NO, _YES = torch.tensor(False), torch.tensor(True)  # made here, because traced code cannot make constants
 _library.impl("is_batched", lambda x: _NO, "CompositeExplicitAutograd")
-_library.impl("is_batched", lambda x: _YES, "FuncTorchBatched")  # needs no level: a fifth of the time of `register_vmap`
+_library.impl("is_batched", lambda x: _YES, "FuncTorchBatched")  # cheaper than `register_vmap`: it needs no level
 _ops = torch.ops.decentfn
 
 

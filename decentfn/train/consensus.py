@@ -183,16 +183,15 @@ def _squared_distance(bucket: Tensor) -> Tensor:
     parts = bucket.split(max(1, (1 << 18 if bucket.device.type == "cpu" else 1 << 24) // rows), -1)
     if rows == 1 and not several:  # alone: 0, or NaN
         return torch.stack([(part - part).sum(-1) for part in parts]).sum(0).double()
-    total = torch.zeros(bucket.shape[:-1], dtype=torch.float64, device=bucket.device)
+    means: list[Any] = [None] * len(parts)
     if several:
-        mean = collectives.process_mean(torch.cat([_mean_here(part.double()) for part in parts]))
-        for part, its in zip(parts, mean.split(parts[0].shape[-1]), strict=True):
-            total += (part - its).square_().sum(-1)
-        return total
-    for part in parts:  # as wide as the parameters: equal workers have no difference from the first one, others a rounded one
+        mean = collectives.process_mean(torch.cat([part.double().view(rows, -1).mean(0) for part in parts]))
+        means = [*mean.split(parts[0].shape[-1])]
+    total = torch.zeros(bucket.shape[:-1], dtype=torch.float64, device=bucket.device)
+    for part, mean in zip(parts, means, strict=True):
         own = part.to(wide(part.dtype))
-        own = own - own[0]
-        total += own.sub_(own.mean(0)).square_().sum(-1)
+        own = own - (own[0] if mean is None else mean)  # 0 of equal workers
+        total += (own.sub_(own.mean(0)) if mean is None else own).square_().sum(-1)
     return total
 
 
@@ -338,11 +337,7 @@ def _rows(call: str, state: Any, tree: PyTree) -> Sequence[Tensor]:
 
 def _mean(bucket: Tensor) -> Tensor:
     """Average over the workers here (the first of two axes, if there are two) and over all processes."""
-    return collectives.process_mean(_mean_here(bucket))
-
-
-def _mean_here(bucket: Tensor) -> Tensor:
-    return bucket.mean(0) if bucket.dim() == 2 else bucket
+    return collectives.process_mean(bucket.reshape(-1, bucket.shape[-1]).mean(0))
 
 
 def _buckets(state: Any, *, of_runs: bool = False) -> Buckets:
