@@ -127,6 +127,15 @@ def test_a_donated_step_holds_no_second_moments():
         assert peak_of(lambda step=step, state=state: step(state, batch, 2)) < copies * 4 * D
 
 
+def test_a_simulated_eager_step_frees_the_messages_and_masks_none():
+    """Gradient, mix, update, and the new parameters."""
+    init, step = df.adapt_while_communicate(loss_fn, df.sgd(0.1), df.topology("one-peer-exp", 8))
+    step, batch = df.simulate(step, 8), torch.ones(8, 1 << 16)
+    state, _ = step(df.stack(init(PARAMS), 8), batch, 0)
+    assert peak_of(lambda: step(state, batch, 1)) < 4.1 * 8 * 4 * D
+    assert not elements_of(lambda: step(state, batch, 1), "aten::masked_fill", "aten::masked_fill_")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("n", [1, 8])
 def test_the_distance_between_workers_is_computed_without_a_copy_of_their_parameters(n, dtype):
@@ -137,7 +146,8 @@ def test_the_distance_between_workers_is_computed_without_a_copy_of_their_parame
         x += torch.randn_like(x) / 10
     kept, x = trees.map(torch.clone, state), state.params[0].double().view(n, -1)
     expected = (x - x.mean(0)).square().sum(1).mean().sqrt()
-    torch.testing.assert_close(df.consensus_distance(state), expected, rtol=1e-14, atol=0)
+    rounding = 1e-14 if n == 1 or dtype == torch.float64 else 1e-7
+    torch.testing.assert_close(df.consensus_distance(state), expected, rtol=rounding, atol=0)
     assert all(torch.equal(a, b) for a, b in zip(trees.leaves(state), trees.leaves(kept), strict=True))
     assert peak_of(lambda: df.consensus_distance(state)) < 2.5 * 8 * (1 << 18)  # of one block in float64
 

@@ -56,6 +56,7 @@ def adapt_while_communicate(
         g, local = worker.gradient(x, state.local, batch, t, after=posted)
         mixed = kit.collect(posted, kit.at(factor, t, x), after=g.grads)
         seen = mixed if update_at == "mixed" else x
+        posted = posted if worker.wants_mix else None  # else the messages are freed before there is an update
         u, local = worker.update(g.grads, g, local, seen, posted=posted)
         return kit.State(kit.add(mixed, u), local), g.metrics
 

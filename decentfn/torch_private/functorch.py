@@ -27,6 +27,7 @@ _library.define("row(Tensor rows, Tensor[] like) -> Tensor")
 _library.define("is_batched(Tensor x) -> Tensor")
 _NO, _YES = torch.tensor(False), torch.tensor(True)  # made here, because traced code cannot make constants
 _library.impl("is_batched", lambda x: _NO, "CompositeExplicitAutograd")
+_library.impl("is_batched", lambda x: _YES, "FuncTorchBatched")  # cheaper than `register_vmap`: it needs no level
 _ops = torch.ops.decentfn
 
 
@@ -59,7 +60,6 @@ torch.library.register_vmap(
     lambda info, dims, x, like: (with_workers_first(x, dims[0], info.batch_size), None),
     lib=_library,
 )
-torch.library.register_vmap("decentfn::is_batched", lambda info, dims, x: (_YES, None), lib=_library)
 torch.library.register_vmap("decentfn::row", lambda info, dims, rows, like: (rows.view_as(rows), 0), lib=_library)
 
 

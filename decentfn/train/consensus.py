@@ -16,7 +16,7 @@ from decentfn.comm import collectives
 from decentfn.comm.fingerprint import compare, digest, require_equal, require_equal_rows
 from decentfn.core import trees
 from decentfn.core.arguments import checks_numbers, require
-from decentfn.core.buckets import Buckets, Plan, counted_once, each, part_of, sum_within_worker
+from decentfn.core.buckets import Buckets, Plan, counted_once, each, part_of, sum_within_worker, wide
 from decentfn.core.stacking import over_workers
 from decentfn.core.trees import PyTree
 from decentfn.errors import ReplicaMismatch
@@ -178,19 +178,20 @@ def distance_to_consensus(state: Any) -> Tensor:
 
 
 def _squared_distance(bucket: Tensor) -> Tensor:
-    """Return `‖x_i - x̄‖²` in float64, block by block: in one process, the bucket is read once and never copied."""
+    """Return `‖x_i - x̄‖²`, block by block: in one process, the bucket is read once and never copied."""
     rows, several = bucket.shape[:-1].numel(), collectives.world().size > 1
     parts = bucket.split(max(1, (1 << 18 if bucket.device.type == "cpu" else 1 << 24) // rows), -1)
     if rows == 1 and not several:  # alone: 0, or NaN
         return torch.stack([(part - part).sum(-1) for part in parts]).sum(0).double()
     means: list[Any] = [None] * len(parts)
     if several:
-        mean = collectives.process_mean(torch.cat([_mean_here(part.double()) for part in parts]))
+        mean = collectives.process_mean(torch.cat([part.double().view(rows, -1).mean(0) for part in parts]))
         means = [*mean.split(parts[0].shape[-1])]
     total = torch.zeros(bucket.shape[:-1], dtype=torch.float64, device=bucket.device)
     for part, mean in zip(parts, means, strict=True):
-        own = part.to(torch.float64, copy=True)
-        total += own.sub_(_mean_here(own) if mean is None else mean).square_().sum(-1)
+        own = part.to(wide(part.dtype))
+        own = own - (own[0] if mean is None else mean)  # 0 of equal workers
+        total += (own.sub_(own.mean(0)) if mean is None else own).square_().sum(-1)
     return total
 
 
@@ -336,11 +337,7 @@ def _rows(call: str, state: Any, tree: PyTree) -> Sequence[Tensor]:
 
 def _mean(bucket: Tensor) -> Tensor:
     """Average over the workers here (the first of two axes, if there are two) and over all processes."""
-    return collectives.process_mean(_mean_here(bucket))
-
-
-def _mean_here(bucket: Tensor) -> Tensor:
-    return bucket.mean(0) if bucket.dim() == 2 else bucket
+    return collectives.process_mean(bucket.reshape(-1, bucket.shape[-1]).mean(0))
 
 
 def _buckets(state: Any, *, of_runs: bool = False) -> Buckets:

@@ -39,7 +39,7 @@ from decentfn.comm.collectives.session import Call
 from decentfn.comm.collectives.world import World
 from decentfn.core.context import context
 from decentfn.core.scalars import operator
-from decentfn.torch_private.functorch import has_no_value, with_workers_first
+from decentfn.torch_private.functorch import has_no_value, holds, with_workers_first
 
 
 def make_groups(groups: Tensor) -> None:
@@ -197,8 +197,8 @@ def _wait_vmap(info: Any, in_dims: Any, *arguments: Any) -> tuple[Tensor, int]:
     slots, rows = peers.shape[1], peers.clamp(min=0).reshape(-1)
     if x.dim() == 3:
         x, rows = x.flatten(0, 1), rows * slots + torch.arange(slots, device=x.device).repeat(n)
-    inbox = x.index_select(0, rows).view(n, slots, x.shape[-1])
-    return inbox.masked_fill((peers < 0).view(n, slots, 1), 0), 0
+    inbox, is_heard = x.index_select(0, rows).view(n, slots, x.shape[-1]), peers >= 0
+    return inbox if holds(is_heard) else inbox.masked_fill_(~is_heard.view(n, slots, 1), 0), 0
 
 
 _wait = operator(

@@ -5,6 +5,7 @@ Do not overwrite `x` between the two; the code between them overlaps with the co
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -300,17 +301,17 @@ def _mixed(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
     before = x
     if posted.means and posted.sent[index] is own:
         weight, mean = pairs.pop()
-        x = mean + (1.0 - weight) * (x - mean)  # with weight 1 the mean itself, the same on all workers
+        x = (x - mean).mul_(1.0 - weight).add_(mean)  # with weight 1 the mean itself, the same on all workers
     given = _given(row)
     if given is None:
-        terms = [weight * (message - sent) for weight, message in pairs]
+        terms = [(message - sent).mul_(weight) for weight, message in pairs]
         terms = terms if posted.sent[index] is own else [coarse(posted, term) for term in terms]
     else:
         terms = [weight * message for weight, message in pairs]
         terms += [-weight * sent for weight in (given * gamma).to(dtype).unbind()]
         if posted.means and posted.sent[index] is not own:  # of a group's mean, the last of the pairs, too
             terms.append(-pairs[-1][0] * sent)
-    mixed = x + sum(terms[1:], terms[0]) if terms else x
+    mixed = functools.reduce(Tensor.add_, [*terms[1:], x], terms[0]) if terms else x  # in the first term's memory
     if (not isinstance(gamma, Tensor) or functorch.holds(gamma != 0)) and known_finite([before]) is not None:
         return own.clone() if mixed is own else mixed.to(own.dtype)
     moves = is_finite(before)  # an infinite value stays, also where all have it: inf - inf is NaN
