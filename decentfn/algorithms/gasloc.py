@@ -99,7 +99,7 @@ def gasloc(
 
     call = f"gasloc(gossip_step={gossip_step}, outer_momentum={outer_momentum})"
     way_out = "use 'random-matching' or a static undirected topology, a smaller gossip_step, or outer_momentum=0"
-    kit.require_settling(call, topology, free, way_out)
+    kit.require_settling(call, topology, free, way_out, gossip_rounds)
     feedback = Feedback("gasloc", compressor, error_decay, worker, options)
     schedule = feedback.with_peers(max(steps), topology)
     rate = kit.as_input("gasloc", "outer_learning_rate", outer_learning_rate)

@@ -65,7 +65,8 @@ def fast_gossip_momentum(rounds: int, topology: Topology) -> float:
     eigenvalues = torch.linalg.eigvalsh(mixing_matrix(topology, 0) - 1 / n)
     root = math.sqrt(max(0.0, 1 - float(eigenvalues.abs().max()) ** 2))
     eta = (1 - root) / (1 + root)
-    factors = _factors_of_fast_gossip(eigenvalues, eta)
+    of_modes = _fast_gossip(torch.ones_like(eigenvalues), lambda x: eigenvalues * x, eta)
+    factors = (float(x.abs().max()) for x in of_modes)
     factor = next(islice(factors, rounds - 1, None))
     if factor > 1 + 1e-9:
         # A chain, the slowest to forget, needs fewer than 8 n rounds.
@@ -77,12 +78,12 @@ def fast_gossip_momentum(rounds: int, topology: Topology) -> float:
     return eta
 
 
-def _factors_of_fast_gossip(eigenvalues: Tensor, eta: float) -> Iterator[float]:
-    """Yield by how much 1, 2, ... rounds multiply disagreement at most."""
-    before = now = torch.ones_like(eigenvalues)
+def _fast_gossip(x: Tensor, mix: Callable[[Tensor], Tensor], eta: float) -> Iterator[Tensor]:
+    """Yield what 1, 2, ... rounds make of x."""
+    before = x
     while True:
-        before, now = now, (1 + eta) * eigenvalues * now - eta * before
-        yield float(now.abs().max())
+        before, x = x, (1 + eta) * mix(x) - eta * before
+        yield x
 
 
 def require_static(call: str, topology: Topology, why: str, way_out: str) -> None:
@@ -96,10 +97,18 @@ def require_static(call: str, topology: Topology, why: str, way_out: str) -> Non
         )
 
 
-def require_settling(call: str, topology: Topology, recursion: Recursion, way_out: str) -> None:
-    """Raise ValueError if disagreement keeps growing under `recursion`, tried on the schedule's own steps from m = 0."""
+def require_settling(call: str, topology: Topology, recursion: Recursion, way_out: str, rounds: int = 1) -> None:
+    """Raise ValueError if disagreement keeps growing under `recursion`, tried on the schedule's own steps from m = 0.
+
+    Its mix is that of a worker with `gossip_rounds=rounds`.
+    """
     require_doubly_stochastic(call.partition("(")[0], topology)
-    rate = max(_growth(topology, recursion, first) for first in {0, topology.start})
+    eta = fast_gossip_momentum(rounds, topology) if rounds > 1 else 0.0
+
+    def step(x: Tensor, m: Tensor, mix: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        return recursion(x, m, lambda x: next(islice(_fast_gossip(x, mix, eta), rounds - 1, None)))
+
+    rate = max(_growth(topology, step, first) for first in {0, topology.start})
     if rate > _GROWTH:
         raise ValueError(
             f"{call}: on {topology.name!r} disagreement grows by {rate:.2g} of itself per round even without gradients, "

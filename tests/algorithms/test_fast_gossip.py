@@ -119,3 +119,23 @@ def test_so_few_rounds_that_disagreement_would_grow_are_refused_and_the_advice_w
             ) as error:
                 build(gossip_rounds=rounds)
             build(gossip_rounds=int(re.findall(r"use gossip_rounds=(\d+)", str(error.value))[0]))
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+@pytest.mark.parametrize("gamma", [1.0, 2.5, 4.0, 5.5])
+def test_disagreement_that_all_rounds_make_grow_is_refused_and_no_other(rounds, gamma):
+    """On this chain all eigenvalues of W are positive, and those of two fast rounds go down to -0.66."""
+    alpha, topology = 0.5, df.topologies.lazy(df.topology("chain", N))
+    W = df.mixing_matrix(topology, 0).numpy()
+    away, carried = (W if rounds == 1 else polynomial(W, rounds)) - np.eye(N), alpha * np.eye(N)
+    linear = np.block([[np.eye(N) + gamma * away, carried], [gamma * away, carried]])  # of φ and the outer momentum
+    grows = np.abs(np.linalg.eigvals(linear)).max() > 1 + 1e-9  # 1 is the mean's
+    build = functools.partial(
+        df.noloco, loss, Sgd(0.0), topology, alpha=alpha, gamma=gamma, inner_steps=1, gossip_rounds=rounds
+    )
+    if grows:
+        with pytest.raises(ValueError, match="noloco.* disagreement grows .*use gamma <= 1.5"):
+            build()
+        build(gamma=1.5)
+    else:
+        build()
