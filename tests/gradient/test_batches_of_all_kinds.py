@@ -1,5 +1,6 @@
 """Batches that are not trees of plain tensors, and modules with unusual parts: right in every mode, or refused."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader
 
 import decentfn as df
 from decentfn.core import trees
@@ -171,6 +173,17 @@ def test_another_number_of_objects_than_workers_is_refused(batch):
 def test_a_list_of_bare_tensors_is_one_batch_whose_rows_are_required():
     with pytest.raises(ValueError, match=r"leaf '1' of the batch is \[4\]; its first axis must be the 2 workers"):
         stepped(df.autograd(lambda params, batch: (batch[0] @ params["w"]).sum()), [X, X[0, :, 0]], "simulated")
+
+
+@pytest.mark.parametrize("around", [lambda loss_fn: loss_fn, df.autograd], ids=["traced", "autograd"])
+def test_a_loaders_batch_that_is_not_divided_names_the_collate_function_which_divides_it(around):
+    data = [(x, x.sum()) for x in X.reshape(-1, 3)]  # the first worker's samples, then the second's
+    loss_fn = around(lambda params, batch: ((batch[0] @ params["w"] - 2 * batch[1]) ** 2).mean())
+    with pytest.raises(ValueError, match=r"first axis must be the 2 workers.*collate_fn=df\.data") as raised:
+        stepped(loss_fn, next(iter(DataLoader(data, batch_size=len(data)))), "simulated")
+    collate = eval(re.search(r"collate_fn=(df\.[a-z_.]+\(\d+\))", str(raised.value))[1], {"df": df})
+    [batch] = DataLoader(data, batch_size=len(data), collate_fn=collate)
+    torch.testing.assert_close(stepped(loss_fn, batch, "simulated")[1].loss, X.sum(-1).square().mean(-1))
 
 
 class Irreps(tuple):
