@@ -17,6 +17,7 @@ from torch import Tensor
 from decentfn.comm import collectives
 from decentfn.core import trees
 from decentfn.core.buckets import Buckets, Place
+from decentfn.core.formatting import brief
 from decentfn.core.stacking import over_workers
 from decentfn.errors import CheckpointCorrupt
 from decentfn.optim.transforms.basic import rates
@@ -157,11 +158,7 @@ def _on_topology(state: Any, about: dict[str, Any], path: Path) -> Any:
         memory = memory.inner
     restarts = getattr(memory, "of_topology", False)
     if collectives.all_processes().rank == 0:
-        what = (
-            "the algorithm's memory belongs to that one and starts again"
-            if restarts
-            else "parameters and memory continue"
-        )
+        what = "the memory belongs to that one and starts again" if restarts else "parameters and memory continue"
         _log.warning("restore: %s was saved on topology %s, and the state is on %s: %s", path, theirs, mine, what)
     if not restarts:
         return state
@@ -270,6 +267,8 @@ def _of_process(about: dict[str, Any], workers: range | None) -> tuple[list[dict
     return sides
 
 
+_OWNERS = {("params/", BUFFERS): "network", ("local.opt",): "optimizer", ("",): "algorithm or wrapper"}
+"""What has the leaves whose names begin so."""
 Wanted = dict[str, tuple[Tensor, Place]]
 """Parts of leaves that are not filled yet, and their places."""
 
@@ -335,12 +334,12 @@ class _Part:
 
 def _compare_names(leaves: Sequence[Leaf], parts: Sequence[_Part], path: Path) -> None:
     own, theirs = {leaf.name for leaf in leaves}, {name for part in parts for name in (*part.places, *part.frozen)}
-    for names, has, lacks in ((own - theirs, "the state", str(path)), (theirs - own, str(path), "the state")):
-        if names:
-            raise ValueError(
-                f"restore: {has} has the leaf {min(names)!r}, which {lacks} does not have; build the same algorithm, "
-                "optimizer and network as when it was saved."
-            )
+    for prefixes, what in _OWNERS.items():  # a renamed parameter also renames the optimizer's leaves and the memory's
+        mine, saved = (sorted(x for x in names if x.startswith(prefixes)) for names in (own - theirs, theirs - own))
+        found = [f"only {side} has {brief(names)}" for side, names in ((path, saved), ("the state", mine)) if names]
+        rule = f"restore: another {what}: {', '.join(found)}; build the {what} as when it was saved."
+        if found:
+            raise ValueError(rule)
 
 
 class _Saved(NamedTuple):
