@@ -82,8 +82,8 @@ def noloco(
         b = alpha * b + gamma * (mix(phi) - phi)
         return phi + b, b
 
-    way_out = "use a topology such as 'random-matching' or 'one-peer-exp', or a smaller alpha"
-    way_out = f"use gamma <= {1 + alpha:g}" if gamma > 1 + alpha else way_out
+    topologies = "use a topology such as 'random-matching' or 'one-peer-exp', or a smaller alpha"
+    way_out = f"use gamma <= {1 + alpha:g}" if gamma > 1 + alpha else topologies
     kit.require_settling(f"noloco(alpha={alpha}, gamma={gamma})", topology, free, way_out, gossip_rounds)
     feedback = Feedback("noloco", compressor, error_decay, worker, options)
     schedule, gamma_input = feedback.with_peers(inner_steps, topology), kit.as_input("noloco", "gamma", gamma)

@@ -71,10 +71,8 @@ def own_steps(
         late[i].append(len(meanwhile))
         shares, m = shares_of(topology, t)[i].tolist(), messages_of(topology, t, clock.network.node)
         out, into = clock.network.interfaces(m, clock.network.node)
-        (leaving, entering, link), latency = (
-            clock.network.occupies(m, nbytes),
-            clock.network.latencies(m, clock.network.node),
-        )
+        leaving, entering, link = clock.network.occupies(m, nbytes)
+        latency = clock.network.latencies(m, clock.network.node)
         has_mass, held, flags = mass[i] * (1 - sum(shares)) >= LEAST_MASS, mass[i], list[bool]()
         for share, to in zip(shares, topology.peers(t).destinations[i], strict=True):
             box = boxes.setdefault((i, to), [])

@@ -142,13 +142,10 @@ class _Adapter:
     def form(self, plan: Plan, device: torch.device) -> Form:
         """Return the form of the state for parameters of this plan."""
         key = plan.number(), device
-        if (
-            torch.compiler.is_dynamo_compiling()
-        ):  # by `init` in a step of `df.guard`; `df.stack` may have changed the layout
+        if torch.compiler.is_dynamo_compiling():
+            # By `init` in a step of `df.guard`: no trial steps there, and `df.stack` may have changed the layout.
             same = [form for form in self._forms.values() if form.leaves == leaves_of(plan) and form.device == device]
-            rule = (
-                "df.guard over it compiles in a simulation where each leaf is a parameter; leave elementwise=True out."
-            )
+            rule = "to compile df.guard over it in a simulation, each leaf is a parameter; leave elementwise=True out."
             require(len(same) > 0, CALL, rule)
             return same[0]
         with self._lock:
