@@ -190,6 +190,7 @@ BASES = {
             D.seeded: [[0, 1]],
             D.epochs: [[0, 1], 2],
             df.dynamic_loss_scale: [loss_fn],
+            df.kit.require_settling: ["mine", RING, lambda x, m, mix: (mix(x), m), "use another topology"],
             decent_dp.buckets: [[("w", torch.ones(3))]],
             df.plan: [CLUSTER, 1000],
             df.clock: [0.1, CLUSTER],

@@ -102,7 +102,9 @@ def require_settling(call: str, topology: Topology, recursion: Recursion, way_ou
 
     Its mix is that of a worker with `gossip_rounds=rounds`.
     """
-    require_doubly_stochastic(call.partition("(")[0], topology)
+    name = call.partition("(")[0]
+    require_whole(name, rounds=rounds)
+    require_doubly_stochastic(name, topology)
     eta = fast_gossip_momentum(rounds, topology) if rounds > 1 else 0.0
 
     def step(x: Tensor, m: Tensor, mix: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
