@@ -52,6 +52,8 @@ def slowmo(
     all-reduce instead. For SlowMo around local SGD pass `idle(N)`, which sends nothing in between.
     With `alpha=1, beta=0` it is Gossip-PGA, or local SGD: adapt-then-combine that averages in steps H-1, 2H-1, …
     (`pga(H, topology)` averages in steps 0, H, …). The base optimizer's state is kept across slow steps.
+    With a narrow `wire_dtype` the average is of x - x_0, so that rounding does not lose small progress (the workers must then
+    start equal).
 
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
@@ -67,7 +69,8 @@ def slowmo(
         options: `bucket_mb`, `wire_dtype`, `shared`; see `Options`.
 
     Raises:
-        ValueError: H < 1, α or η not positive, β outside [0, 1], a push-sum topology.
+        ValueError: H < 1, α or η not positive, β outside [0, 1], a push-sum topology; from `init`, a narrow `wire_dtype` or
+            a compressor and unequal parameters.
     """
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
     kit.require_whole("slowmo", inner_steps=inner_steps)
