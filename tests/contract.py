@@ -152,7 +152,7 @@ ROWS: dict[str, Subject] = {
     ),
     "relay_sgd, models": Subject(df.relay_sgd, on("binary-tree"), laws=()),
     "relay_sgd, gradients": Subject(df.relay_sgd, on("chain"), {"relay": "gradients"}, laws=(), starts_equal=True),
-    "slowmo": Subject(df.slowmo, on("static-ring"), {"inner_steps": 2}, mixes_narrow=False),
+    "slowmo": Subject(df.slowmo, on("static-ring"), {"inner_steps": 2}, mixes_narrow=False, starts_equal=True),
     "diloco": Subject(
         df.diloco, on("complete"), {"inner_steps": 2}, laws=(outer_parameters_stay_equal,), starts_equal=True
     ),
@@ -200,6 +200,16 @@ ROWS: dict[str, Subject] = {
     ),
     "noloco, 8 bits": Subject(
         df.noloco, on("random-matching"), {"inner_steps": 2, "compressor": compressors.quantize(8)}
+    ),
+    "decoupled_diloco, Adam": Subject(
+        df.decoupled_diloco,
+        on("complete"),
+        {"inner_steps": 4, "num_fragments": 2, "outer_optimizer": df.adam(0.05)},
+        laws=(outer_parameters_stay_equal,),
+        starts_equal=True,
+    ),
+    "factored_gossip_diloco, 8 bits": Subject(
+        df.factored_gossip_diloco, on("one-peer-exp"), {"inner_steps": 2, "compressor": compressors.quantize(8)}
     ),
     "sparse_loco": Subject(
         df.sparse_loco,

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from decentfn import kit
 from decentfn.algorithms import mail as mails
-from decentfn.algorithms.outer import Nesterov, after_steps
+from decentfn.algorithms.outer import after_steps, nesterov
 from decentfn.comm import collectives
 
 
@@ -81,7 +81,7 @@ def asynchronous_diloco(
     """
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
     kit.require_whole("asynchronous_diloco", inner_steps=inner_steps)
-    nesterov = Nesterov("asynchronous_diloco", outer_learning_rate, outer_momentum)
+    outer = nesterov("asynchronous_diloco", outer_learning_rate, outer_momentum)
     schedule = after_steps(inner_steps, topology)
     mail = mails.Mail("asynchronous_diloco", worker, schedule)
 
@@ -97,8 +97,8 @@ def asynchronous_diloco(
         if not kit.rests(schedule):
             phi, letters = mail.take(phi, letters, t, late=True)
             is_due = (collectives.own_step(phi[0], t, 0) + 1) % inner_steps == 0
-            new, b_new = nesterov.step(phi, b, kit.each(torch.neg, d), t)
-            phi, b = kit.where(is_due, new, phi), kit.where(is_due, b_new, b)
+            u, b_new = outer.update(kit.each(torch.neg, d), b, phi)
+            phi, b = kit.where(is_due, kit.add(phi, u), phi), kit.where(is_due, b_new, b)
             d = kit.where(is_due, kit.each(torch.zeros_like, d), d)
         phi, letters = mail.offer(phi, letters, t)
         return kit.State(phi, local, Memory(letters, d, b)), g.metrics

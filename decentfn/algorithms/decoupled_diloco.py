@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.outer import Fragments, Nesterov, no_weight, progress, rounds
-from decentfn.comm import collectives
+from decentfn.algorithms.outer import Fragments, nesterov, no_weight, progress, rounds, step_and_worker
 from decentfn.core.arguments import require
 from decentfn.gradient.loss import takes
 
@@ -37,10 +36,9 @@ class Memory(NamedTuple):
 
     phi: kit.Buckets  # outer parameters, the same on all workers
     b: kit.PyTree  # outer momentum, likewise, None if β = 0; or the outer optimizer's state
-    tokens: Tensor  # [P], this worker's since each fragment's last merge
-    steps: Tensor  # [P], its steps with tokens since then
+    counts: Tensor  # [2, P]: this worker's tokens since each fragment's last merge, and its steps with tokens
     error: kit.Buckets | None = None  # error of compressed progress; None without a compressor
-    averaged = ("phi", "b", "tokens", "steps", "error")  # over the workers, by df.resize
+    averaged = ("phi", "b", "counts", "error")  # over the workers, by df.resize
     restart = kit.restarting("phi")
 
 
@@ -100,32 +98,28 @@ def decoupled_diloco(
     require(quorum <= n, "decoupled_diloco", f"there are {n} workers; take a smaller quorum.", quorum=quorum)
     is_function = arrives is None or (callable(arrives) and takes(arrives, 2))
     require(is_function, "decoupled_diloco", "a function of t and the worker.", arrives=arrives)
-    nesterov = Nesterov("decoupled_diloco", outer_learning_rate, outer_momentum, outer_optimizer)
+    outer_optimizer = nesterov("decoupled_diloco", outer_learning_rate, outer_momentum, outer_optimizer)
     feedback = compressor, error_decay, worker, options, True
-    loop = Fragments("decoupled_diloco", num_fragments, inner_steps, nesterov, *feedback)
+    loop = Fragments("decoupled_diloco", num_fragments, inner_steps, outer_optimizer, *feedback)
 
     def start(x: kit.Buckets) -> Memory:
-        none = no_weight(x, num_fragments)
-        return Memory(kit.copy_wide(x), loop.init(x), none, torch.zeros_like(none), loop.start(x))
+        return Memory(kit.copy_wide(x), loop.init(x), no_weight(x, 2, num_fragments), loop.start(x))
 
     def count(memory: Memory, weight: Tensor | None) -> Memory:
-        now = torch.ones_like(memory.tokens[0]) if weight is None else weight.to(memory.tokens.dtype)
-        return memory._replace(tokens=memory.tokens + now, steps=memory.steps + (now > 0))
+        now = torch.ones_like(memory.counts[0, :1]) if weight is None else weight.to(memory.counts.dtype).view(1)
+        return memory._replace(counts=memory.counts + torch.stack([now, (now > 0).to(now.dtype)]))
 
     def outer(theta: kit.Buckets, memory: Memory, t: Tensor) -> tuple[kit.Buckets, Memory]:
-        phi, b, tokens, steps, error = memory
-        is_here = torch.ones_like(steps[0], dtype=torch.bool)
-        if arrives is not None:
-            is_here = arrives(collectives.on_device(steps, t), collectives.look_up(steps, worker.everyone, t).worker)
-        trained = steps * is_here
-        own = torch.stack([(tokens * is_here) ** 2 / trained.clamp(min=1), (trained > 0).to(steps.dtype)], 1)
-        sent, counts, share_trained = loop.weighted(progress(phi, theta), own, t)
+        phi, b, counts, error = memory
+        is_here = True if arrives is None else arrives(*step_and_worker(counts, worker.everyone, t))
+        tokens, steps = (counts * is_here).unbind()
+        own = torch.stack([tokens**2 / steps.clamp(min=1), (steps > 0).to(steps.dtype)], 1)
+        sent, takes_part, share_trained = loop.weighted(progress(phi, theta), own, t)
         merges = loop.turn(phi, loop.launches, t) & (share_trained > (quorum - 0.5) / n)
         mine = merges & is_here
-        delta, error = loop.post(phi, sent, error, t, merges & counts)[1]()
-        phi, b, _ = loop.step(merges, phi, b, delta, t)
-        tokens, steps = (torch.where(mine, torch.zeros_like(count), count) for count in (tokens, steps))
-        return kit.where(loop.mask(phi, mine), phi, theta), Memory(phi, b, tokens, steps, error)
+        delta, error = loop.post(phi, sent, error, t, merges & takes_part)[1]()
+        phi, b, _ = loop.step(merges, phi, b, delta)
+        return kit.where(loop.mask(phi, mine), phi, theta), Memory(phi, b, torch.where(mine, 0.0, counts), error)
 
     step = rounds(worker, loop.launches, outer, weight=kit.as_weight("decoupled_diloco", weight), count=count)
-    return loop.algorithm(step, start, loop.launches, whole_buckets=True, outer_optimizers=nesterov.optimizers)
+    return loop.algorithm(step, start, loop.launches)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.outer import Feedback, Nesterov, after_steps, local_steps, no_weight
+from decentfn.algorithms.outer import Feedback, after_steps, local_steps, nesterov, no_weight
 from decentfn.algorithms.sparta import mix_some
 from decentfn.core.arguments import real, require
 
@@ -98,20 +98,20 @@ def diloco(
     weigh = kit.as_weight("diloco", weight)
     kit.require_whole("diloco", inner_steps=inner_steps)
     require(0 <= real("diloco", "fraction", fraction) <= 1, "diloco", "the fraction lies in [0, 1].", fraction=fraction)
-    nesterov = Nesterov("diloco", outer_learning_rate, outer_momentum, outer_optimizer)
+    outer_optimizer = nesterov("diloco", outer_learning_rate, outer_momentum, outer_optimizer)
     feedback = Feedback("diloco", compressor, error_decay, worker, options, sends_progress=weight is not None)
     schedule = after_steps(inner_steps, feedback.everyone)
 
     def start(x: kit.Buckets) -> Memory:
         phi = kit.copy_wide(x)
         own = None if weight is None else no_weight(x)
-        return Memory(phi, nesterov.init(phi), own, feedback.start(x))
+        return Memory(phi, outer_optimizer.init(phi), own, feedback.start(x))
 
     def outer(theta: kit.Buckets, memory: Memory, t: Tensor) -> tuple[kit.Buckets, Memory]:
-        (phi, b, own, error), sent = memory, feedback.to_send(memory.phi, theta)
-        sent = sent if own is None else worker.weighted(sent, t, schedule, own)
-        mean, error = feedback.mean(sent, error, schedule, t)
-        phi, b = nesterov.step(phi, b, feedback.outer_gradient(phi, mean), t)
+        phi, b, own, error = memory
+        delta, error = feedback.outer_gradient(phi, theta, error, schedule, t, own)
+        u, b = outer_optimizer.update(delta, b, phi)
+        phi = kit.add(phi, u)
         return phi, Memory(phi, b, None if own is None else torch.zeros_like(own), error)
 
     def mix(theta: kit.Buckets, t: Tensor) -> kit.Buckets:
@@ -119,4 +119,4 @@ def diloco(
 
     step = local_steps(worker, schedule, outer, weight=weigh, mix=mix)
     whole = feedback.is_on or fraction > 0
-    return feedback.algorithm(step, start, (schedule,), whole_buckets=whole, outer_optimizers=nesterov.optimizers)
+    return feedback.algorithm(step, start, (schedule,), whole_buckets=whole, outer_optimizers=(outer_optimizer,))

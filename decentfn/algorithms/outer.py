@@ -27,7 +27,7 @@ from decentfn.core import trees
 from decentfn.core.arguments import require
 from decentfn.core.buckets import loose
 from decentfn.core.scalars import Numbers
-from decentfn.optim.transforms.transform import require_descent, require_pair, wants_mix
+from decentfn.optim.transforms.transform import descending, require_descent, require_pair, wants_mix
 from decentfn.topologies import every, later
 
 
@@ -58,7 +58,7 @@ def rounds(
     Args:
         worker: the worker; its optimizer is the inner one.
         schedules: of the messages.
-        outer: the outer step, `(θ, memory, t) -> (θ, memory)`, which looks what is due in step t. `memory.phi` are the
+        outer: the outer step, `(θ, memory, t) -> (θ, memory)`, which looks what is due in step t. `memory[0]` are the
             parameters at the start of the round.
         post: messages `(θ, memory, t) -> (Posted, arrive)` that overlap with the gradient; `arrive` waits for them, and what it
             returns is the fourth argument of `outer`.
@@ -72,8 +72,8 @@ def rounds(
 
     def takes_part(theta: kit.Buckets, t: Tensor) -> Tensor:
         """Return True (0-d bool) in the last steps of a round, as many as this worker takes."""
-        number, row = collectives.on_device(theta[0], t), collectives.look_up(theta[0], schedules[0], t)
-        mine = counts.vector(theta[0]).index_select(0, row.worker.view(1))[0]
+        number, own = step_and_worker(theta[0], schedules[0], t)
+        mine = counts.vector(theta[0]).index_select(0, own.view(1))[0]
         return number % longest >= longest - mine
 
     def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
@@ -87,7 +87,7 @@ def rounds(
         u, local = worker.update(g.grads, moves, local, theta)
         if correction is not None:
             u = kit.each(lambda u, c: u.to(c.dtype) - c, u, correction(memory, t))
-        theta = mix(kit.unless_bad(kit.add(theta, u), lambda: memory.phi), t)
+        theta = mix(kit.unless_bad(kit.add(theta, u), lambda: memory[0]), t)
         memory = count(memory, g.weight)
         if rest:
             return kit.State(theta, local, memory), g.metrics
@@ -118,37 +118,29 @@ def local_steps(
     return rounds(worker, (schedule,), when_due, count=count, **options)
 
 
-class Nesterov:
-    """Outer step along Δ, `b⁺ = β b + Δ; φ⁺ = φ - η (Δ + β b⁺)`, or that of an outer optimizer `(init, update)`."""
+def step_and_worker(like: Tensor, topology: kit.Topology, t: Tensor) -> tuple[Tensor, Tensor]:
+    """Return t and the number of this worker, 0-d int64 on the device of `like`."""
+    return collectives.on_device(like, t), collectives.look_up(like, topology, t).worker
 
-    def __init__(self, call: str, rate: float, momentum: float, optimizer: Any = None) -> None:
-        kit.require_positive(call, outer_learning_rate=rate)
-        kit.require_fractions(call, outer_momentum=momentum)
-        if optimizer is not None:
-            require_outer(call, optimizer)
-            rule = "an outer optimizer has its own rate and momentum: df.sgd(0.7, momentum=0.9, nesterov=True)."
-            require((rate, momentum) == (0.7, 0.9), call, rule, outer_learning_rate=rate, outer_momentum=momentum)
-        self.optimizers = () if optimizer is None else (optimizer,)
-        self._has_momentum = momentum > 0
-        self._rate = kit.as_input(call, "outer_learning_rate", rate)
-        self._momentum = kit.as_input(call, "outer_momentum", momentum)
 
-    def init(self, phi: kit.Buckets) -> Any:
-        """Return b, which is None without momentum, or the outer optimizer's state."""
-        if self.optimizers:
-            return self.optimizers[0].init(phi)
-        return kit.zeros_like(phi) if self._has_momentum else None
+def nesterov(call: str, rate: float, momentum: float, given: Any = None) -> Any:
+    """Return the pair of `b⁺ = β b + Δ; u = -η (Δ + β b⁺)`, whose state is b, None if β = 0; or the outer optimizer given."""
+    kit.require_positive(call, outer_learning_rate=rate)
+    kit.require_fractions(call, outer_momentum=momentum)
+    if given is not None:
+        rule = "an outer optimizer has its own rate and momentum: df.sgd(0.7, momentum=0.9, nesterov=True)."
+        require((rate, momentum) == (0.7, 0.9), call, rule, outer_learning_rate=rate, outer_momentum=momentum)
+        return require_outer(call, given)
+    numbers = Numbers(rate, momentum)
 
-    def step(self, phi: kit.Buckets, b: Any, delta: kit.Buckets, t: Tensor) -> tuple[kit.Buckets, Any]:
-        """Return φ⁺ and b⁺."""
-        if self.optimizers:
-            u, b = self.optimizers[0].update(delta, b, phi)
-            return kit.add(phi, u), b
-        eta, beta = kit.at(self._rate, t, phi), kit.at(self._momentum, t, phi)
+    def update(delta: kit.Buckets, b: kit.Buckets | None, phi: kit.Buckets) -> tuple[kit.Buckets, kit.Buckets | None]:
+        eta, beta = numbers.on(phi[0])
         if b is None:
-            return kit.each(lambda phi, delta: phi - eta * delta, phi, delta), None
+            return kit.each(lambda delta: -eta * delta, delta), None
         b = kit.each(lambda b, delta: beta * b + delta, b, delta)
-        return kit.each(lambda phi, delta, b: phi - eta * (delta + beta * b), phi, delta, b), b
+        return kit.each(lambda delta, b: -eta * (delta + beta * b), delta, b), b
+
+    return descending(lambda phi: kit.zeros_like(phi) if momentum > 0 else None, update)
 
 
 class Feedback:
@@ -197,9 +189,26 @@ class Feedback:
         """
         return progress(phi, theta) if self.sends_progress else theta
 
-    def outer_gradient(self, phi: kit.Buckets, mean: kit.Buckets) -> kit.Buckets:
+    def of_mean(self, phi: kit.Buckets, mean: kit.Buckets) -> kit.Buckets:
         """Return `Δ = φ - mean_i θ_i` from the mean of the contributions."""
         return kit.each(lambda phi, m: m.to(phi.dtype), phi, mean) if self.sends_progress else progress(phi, mean)
+
+    def outer_gradient(
+        self,
+        phi: kit.Buckets,
+        theta: kit.Buckets,
+        e: kit.Buckets | None,
+        schedule: kit.Topology,
+        t: Tensor,
+        weight: Tensor | None = None,
+    ) -> Fed:
+        """Return Δ, the same on all, and the new e; `schedule` has rounds of `everyone`, the weight is as for `Worker.mean`."""
+        x = self.to_send(phi, theta)
+        x = x if weight is None else self._worker.weighted(x, t, schedule, weight)
+        if e is None:
+            return self.of_mean(phi, self._worker.mean(x, t, schedule)), None
+        q, e = self._post(x, e, schedule, t)
+        return self.of_mean(phi, mean_compressed(q)), e
 
     def _fed(self, x: kit.Buckets, e: kit.Buckets, t: Tensor) -> kit.Buckets:
         beta = kit.at(self._decay, t, e)
@@ -213,13 +222,6 @@ class Feedback:
         e = self._fed(x, e, t)
         q = post_compressed(e, self.compressor, schedule, t)
         return q, kit.each(torch.sub, e, q.sent)
-
-    def mean(self, x: kit.Buckets, e: kit.Buckets | None, schedule: kit.Topology, t: Tensor) -> Fed:
-        """Return the mean of what all send, and the new e; `schedule` has rounds of `everyone`."""
-        if e is None:
-            return self._worker.mean(x, t, schedule), None
-        q, e = self._post(x, e, schedule, t)
-        return mean_compressed(q), e
 
     def mix(self, x: kit.Buckets, e: kit.Buckets | None, schedule: kit.Topology, t: Tensor) -> Fed:
         """Return `x + (W - I) q`, with x for Δ, whose mean over the workers is that of x, and the new e; without C, W x."""
@@ -258,12 +260,13 @@ def no_weight(x: kit.Buckets, *shape: int) -> Tensor:
     return torch.zeros(shape, dtype=dtype, device=x[0].device)
 
 
-def require_outer(call: str, outer_optimizer: Any) -> None:
-    """Raise ValueError unless the outer optimizer is a pair that descends and does not want the mix."""
+def require_outer(call: str, outer_optimizer: Any) -> Any:
+    """Return the outer optimizer; raise ValueError unless it is a pair that descends and does not want the mix."""
     require_pair(f"{call}(outer_optimizer)", outer_optimizer)
     require_descent(outer_optimizer)
     rule = "an outer step does not show the mix; use df.sgd(0.7)."
     require(not wants_mix(outer_optimizer), f"{call}(outer_optimizer=MixAware(...))", rule)
+    return outer_optimizer
 
 
 def progress(phi: kit.Buckets, theta: kit.Buckets) -> kit.Buckets:
@@ -287,13 +290,13 @@ class Fragments(Feedback):
     """
 
     def __init__(
-        self, call: str, count: int, inner_steps: int, nesterov: Nesterov, *feedback: Any, is_late: bool = False
+        self, call: str, count: int, inner_steps: int, outer: Any, *feedback: Any, is_late: bool = False
     ) -> None:
         super().__init__(call, *feedback)
         kit.require_whole(call, inner_steps=inner_steps, num_fragments=count)
         rule = "a fragment has a step of its own, so num_fragments <= inner_steps; take more inner steps."
         require(count <= inner_steps, call, rule, inner_steps=inner_steps, num_fragments=count)
-        self.count, self.nesterov = count, nesterov
+        self.count, self.outer = count, outer
         self._offsets = [(p + 1) * inner_steps // count for p in range(count)]
         self._every = every(inner_steps, self.everyone)
         self.launches = self.schedules(0 if is_late else -1)
@@ -344,23 +347,25 @@ class Fragments(Feedback):
             require(is_whole or self.count == 1 or node.dim() == 0, f"{self._call}(outer_optimizer)", rule)
             return node if is_whole else torch.stack([node] * self.count)
 
-        return trees.map_nodes(_PARTS, of_each, self.nesterov.init(kit.copy_wide(x)))
+        return trees.map_nodes(_PARTS, of_each, self.outer.init(kit.copy_wide(x)))
 
-    def step(self, due: Tensor, phi: kit.Buckets, b: Any, delta: kit.Buckets, t: Tensor) -> tuple[Any, ...]:
+    def step(self, due: Tensor, phi: kit.Buckets, b: Any, delta: kit.Buckets) -> tuple[Any, ...]:
         """Return φ⁺ and b⁺ in the fragment that is `due`, [P] bool, if one is, else φ and b; and its mask."""
-        own, mask = b, self.mask(phi, due)
-        if self.nesterov.optimizers:
-            turn = due.to(torch.uint8).argmax().view(1)
-            own = trees.map_nodes(_PARTS, lambda x: x if isinstance(x, kit.Buckets) else x.index_select(0, turn)[0], b)
-            delta = kit.each(lambda d, m: torch.where(m, d, 0.0), delta, mask)
-        phi_new, new = self.nesterov.step(phi, own, delta, t)
+        mask, turn = self.mask(phi, due), due.to(torch.uint8).argmax().view(1)
+        own = trees.map_nodes(_PARTS, lambda x: x if isinstance(x, kit.Buckets) else x.index_select(0, turn)[0], b)
+        u, new = self.outer.update(kit.each(lambda d, m: torch.where(m, d, 0.0), delta, mask), own, phi)
 
         def put(b: Any, new: Any) -> Any:
             if isinstance(b, kit.Buckets):  # of some of the leaves alone, if the optimizer has masks
                 return kit.where(mask if len(b) == len(mask) else self.mask(b, due), new, b)
             return torch.where(due, new, b)
 
-        return kit.where(mask, phi_new, phi), trees.map_nodes(_PARTS, put, b, new), mask
+        return kit.where(mask, kit.add(phi, u), phi), trees.map_nodes(_PARTS, put, b, new), mask
+
+    def algorithm(self, step: Any, start: Any, schedules: Sequence[kit.Topology], **options: Any) -> kit.Algorithm:
+        """Return the algorithm, whose buckets are cut, and whose outer optimizer takes parts of them."""
+        options = {"whole_buckets": True, "outer_optimizers": (self.outer,)} | options
+        return super().algorithm(step, start, schedules, **options)
 
     def launch(self, theta: kit.Buckets, memory: Any, t: Tensor) -> tuple[list[kit.Posted], Arrive]:
         """Start to send the fragment whose round is in step t, as `post` does."""
@@ -389,6 +394,6 @@ class Fragments(Feedback):
             posted, waits = [q.posted for q in several], [functools.partial(mean_compressed, q) for q in several]
 
         def arrive(after: Iterable[Tensor] = ()) -> Fed:
-            return self.outer_gradient(phi, self.join([wait(after=after) for wait in waits], phi.plan)), e
+            return self.of_mean(phi, self.join([wait(after=after) for wait in waits], phi.plan)), e
 
         return posted, arrive

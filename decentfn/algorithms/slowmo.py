@@ -13,12 +13,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Unpack
 
-import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.outer import Feedback, after_steps, progress
-from decentfn.core import trees
+from decentfn.algorithms.outer import Feedback, after_steps, local_steps
 from decentfn.optim.transforms.basic import Scalar
 from decentfn.topologies import paused
 
@@ -54,6 +52,8 @@ def slowmo(
     all-reduce instead. For SlowMo around local SGD pass `idle(N)`, which sends nothing in between.
     With `alpha=1, beta=0` it is Gossip-PGA, or local SGD: adapt-then-combine that averages in steps H-1, 2H-1, …
     (`pga(H, topology)` averages in steps 0, H, …). The base optimizer's state is kept across slow steps.
+    With a narrow `wire_dtype` the average is of x - x_0, so that rounding does not lose small progress (the workers must then
+    start equal).
 
     Args:
         loss_fn: `(params, batch) -> loss` or `(loss, aux)`; with buffers see `df.functional`.
@@ -69,7 +69,8 @@ def slowmo(
         options: `bucket_mb`, `wire_dtype`, `shared`; see `Options`.
 
     Raises:
-        ValueError: H < 1, α or η not positive, β outside [0, 1], a push-sum topology.
+        ValueError: H < 1, α or η not positive, β outside [0, 1], a push-sum topology; from `init`, a narrow `wire_dtype` or
+            a compressor and unequal parameters.
     """
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
     kit.require_whole("slowmo", inner_steps=inner_steps)
@@ -77,32 +78,19 @@ def slowmo(
     kit.require_positive("slowmo", alpha=alpha)
     kit.require_rate("slowmo", learning_rate=learning_rate)
     rate = kit.as_input("slowmo", "learning_rate", learning_rate)
-
     feedback = Feedback("slowmo", compressor, error_decay, worker, options)
-    outer = after_steps(inner_steps, feedback.everyone)
-    inner = paused(topology, outer)
+    schedule = after_steps(inner_steps, feedback.everyone)
+    between = paused(topology, schedule)  # the mean of all W x is that of all x, so a step that averages need not mix
 
-    def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
-        eta = kit.at(rate, t, state.params)
-        per_eta = kit.reciprocal(eta)
-        x, (x0, u, error) = state.params, state.memory
-        g, local = worker.gradient(x, state.local, batch, t)
-        v, local = worker.update(g.grads, g, local, x)
-        # The mean of all W x is the mean of all x, so a step that averages need not mix.
-        x = worker.mix(kit.add(x, v), t, inner)
-        if kit.rests(outer):
-            return kit.State(x, local, state.memory), g.metrics
-        mean, error_new = feedback.mean(x if error is None else progress(x0, x), error, outer, t)
-        moved = progress(x0, mean) if error is None else mean
-        due = kit.is_active(outer, t, x)
-        u_new = kit.each(lambda u, d: beta * u + d * per_eta, u, moved)
+    def outer(x: kit.Buckets, memory: Memory, t: Tensor) -> tuple[kit.Buckets, Memory]:
+        (x0, u, error), eta = memory, kit.at(rate, t, memory.x0)
+        (moved, error), per_eta = feedback.outer_gradient(x0, x, error, schedule, t), kit.reciprocal(eta)
         # Not α η u⁺, which would lose the round if η has fallen to 0 in it.
         slow = kit.each(lambda x0, u, d: x0 - alpha * (eta * beta * u + d), x0, u, moved)
-        memory = trees.map(lambda old, new: torch.where(due, new, old), state.memory, Memory(slow, u_new, error_new))
-        return kit.State(kit.where(due, slow, x), local, memory), g.metrics
+        return slow, Memory(slow, kit.each(lambda u, d: beta * u + d * per_eta, u, moved), error)
 
     def start(x: kit.Buckets) -> Memory:
         return Memory(kit.copy_wide(x), kit.zeros_like(x), feedback.start(x))
 
-    equal = ("params",) if feedback.is_on else ()
-    return feedback.algorithm(step, start, (outer,), topology=topology, must_equal=equal)
+    step = local_steps(worker, schedule, outer, mix=lambda x, t: worker.mix(x, t, between))
+    return feedback.algorithm(step, start, (schedule,), topology=topology)

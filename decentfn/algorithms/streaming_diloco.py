@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.outer import Fragments, Nesterov, rounds
+from decentfn.algorithms.outer import Fragments, nesterov, rounds
 from decentfn.core.arguments import require
 
 
@@ -85,9 +85,9 @@ def streaming_diloco(
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
     kit.require_whole("streaming_diloco", 0, delay=delay)
     kit.require_fractions("streaming_diloco", alpha=alpha)
-    nesterov = Nesterov("streaming_diloco", outer_learning_rate, outer_momentum, outer_optimizer)
+    outer_optimizer = nesterov("streaming_diloco", outer_learning_rate, outer_momentum, outer_optimizer)
     feedback = compressor, error_decay, worker, options
-    loop = Fragments("streaming_diloco", num_fragments, inner_steps, nesterov, *feedback, is_late=delay > 0)
+    loop = Fragments("streaming_diloco", num_fragments, inner_steps, outer_optimizer, *feedback, is_late=delay > 0)
     rule = "a fragment is applied before its next round, so delay < inner_steps; take more inner steps."
     require(delay < inner_steps, "streaming_diloco", rule, inner_steps=inner_steps, delay=delay)
     arrivals = loop.schedules(delay - 1)
@@ -106,10 +106,10 @@ def streaming_diloco(
             delta = waiting = kit.where(loop.mask(phi, launched), delta, waiting)
             waits = waits | launched
             due, waits = due & waits, waits & ~due
-        phi, b, mask = loop.step(due, phi, b, delta, t)
+        phi, b, mask = loop.step(due, phi, b, delta)
         theta_new = kit.each(lambda phi, theta: (1 - alpha) * phi + alpha * theta, phi, theta)
         return kit.where(mask, theta_new, theta), Memory(phi, b, waiting, waits, error)
 
     schedules = (*loop.launches, *arrivals)
     step = rounds(worker, schedules, outer, post=loop.launch if delay else None)
-    return loop.algorithm(step, start, schedules, whole_buckets=True, outer_optimizers=nesterov.optimizers)
+    return loop.algorithm(step, start, schedules)
