@@ -131,10 +131,11 @@ class Clock:
 
     def after(self, now: np.ndarray, seconds: np.ndarray) -> np.ndarray:
         """Return when `[N]` work that begins `now` and takes `seconds` is done; outages interrupt it."""
-        done = now + seconds
-        for i, since, until in self.outages:
-            if now[i] < until and done[i] > since:
-                done[i] += until - max(since, now[i])
+        done, counted = now + seconds, now.copy()
+        for i, since, until in self.outages:  # in the order of their starts; they may overlap
+            if counted[i] < until and done[i] > since:
+                done[i] += until - max(since, counted[i])
+                counted[i] = until
         return done
 
     @checks_numbers

@@ -1,0 +1,108 @@
+"""Where features of workers on their own clocks meet: what a user does by mistake is refused, and mass stays."""
+
+import random
+from functools import partial
+
+import pytest
+import torch
+
+import decentfn as df
+from decentfn.planning import Cluster, Link
+from decentfn.testing import on_ranks
+from decentfn.timing import Exchange
+from tests.timing.test_asynchronous import ONE_PEER, N, batch, loss_fn, nothing, starts
+from tests.timing.traces import random_trace, replayed
+
+MAKE = [df.asynchronous_gradient_push, partial(df.asynchronous_diloco, inner_steps=2)]
+
+
+def built(make, loss=loss_fn, **options):
+    return make(loss, df.sgd(0.1), ONE_PEER, **options)
+
+
+# -- mail is taken once -------------------------------------------------------------------------------------------------
+
+
+def mistaken(rank, make, kind):
+    """Ten steps; then the mistake, and the words of the error."""
+    is_bad = []
+
+    @df.autograd
+    def loss(params, batch):
+        if is_bad:
+            raise KeyError("a bad file")
+        return loss_fn(params, batch)
+
+    init, step = built(make, loss)
+    state = init(starts()[rank])
+    for t in range(10):
+        state, _ = step(state, batch(rank, t), t)
+    used, t = state, 10
+    if kind == "a step twice":
+        state, _ = step(used, batch(rank, t), t)
+    elif kind == "a settled state's forerunner":
+        state = df.settle(used)
+    else:
+        is_bad.append(True)
+        with pytest.raises(KeyError, match="a bad file"):
+            step(used, batch(rank, t), t)
+        is_bad.clear()
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        step(used, batch(rank, t), t)
+    if kind != "a loss that raises":
+        t += kind == "a step twice"
+        step(state, batch(rank, t), t)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("make", MAKE)
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("a step twice", "mail is taken once"),
+        ("a settled state's forerunner", "mail is taken once"),
+        ("a loss that raises", "mail that it took is gone"),
+    ],
+)
+def test_a_state_whose_mail_was_taken_is_not_used_again(make, kind, words):
+    """The mass that it took would be lost."""
+    assert all(words in error for error in on_ranks(N, mistaken, make, kind))
+
+
+def test_a_replayed_state_is_settled_by_its_trace_at_its_end():
+    """Without it, what was taken is in the ring still, and would be taken again."""
+    algorithm, trace = built(df.asynchronous_gradient_push, nothing), random_trace(ONE_PEER, 80, 0)
+    with pytest.raises(ValueError, match=r"pass arrivals=trace"):
+        df.settle(replayed(algorithm, trace, starts(), batch))
+    state, step = (
+        df.stack(algorithm.init(starts()[0]), N, arrivals=trace),
+        df.simulate(algorithm.step, N, arrivals=trace),
+    )
+    for level in range(len(trace.levels) // 2):
+        state, _ = step(state, torch.zeros(N, dtype=torch.float64), level)
+    with pytest.raises(ValueError, match=rf"level {level} of {len(trace.levels)}"):
+        df.settle(state, arrivals=trace)
+
+
+# -- the clock ----------------------------------------------------------------------------------------------------------
+
+
+def test_outages_that_overlap_count_once():
+    def ends(*outages):
+        clock = df.clock(1.0, Cluster(1, Link(1)), outages=outages)
+        return clock.timeline(Exchange(df.topology("complete", 1), 1), 8).end
+
+    for seed in range(20):
+        draw = random.Random(seed)
+        several = [(0, since := draw.uniform(0, 5), since + draw.uniform(0, 3)) for _ in range(4)]
+        points = sorted({x for _, *its in several for x in its})
+        apart = [  # the same times, in pieces that do not overlap
+            (0, a, b) for a, b in zip(points, points[1:], strict=False) if any(s <= a and b <= u for _, s, u in several)
+        ]
+        torch.testing.assert_close(ends(*several), ends(*apart), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("budget", [{"steps": 0, "seconds": 1}, {"samples": 0}, {}])
+def test_a_budget_of_zero_is_not_left_out(budget):
+    with pytest.raises(ValueError, match="until"):
+        df.data.until([], **budget)
