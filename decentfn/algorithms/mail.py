@@ -13,6 +13,7 @@ from torch import Tensor
 
 from decentfn import kit
 from decentfn.comm import collectives, gossip
+from decentfn.core import trees
 from decentfn.core.arguments import require
 from decentfn.core.buckets import loose
 
@@ -114,6 +115,11 @@ class Mail:
             return state
 
         return made._replace(init=init)
+
+
+def with_room(state: Any, places: int) -> Any:
+    """Return the state with room for so many messages in flight of each worker, and none of them."""
+    return trees.map_nodes(collectives.Ring, lambda ring: ring.with_room(places), state)
 
 
 def with_mail(z: kit.Buckets, w: Tensor, sums: list[Tensor], mass: Tensor) -> tuple[kit.Buckets, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from decentfn.algorithms.mail import Memory, with_mail
+from decentfn.algorithms.mail import Memory, with_mail, with_room
 from decentfn.comm import collectives
 from decentfn.core import trees
 from decentfn.core.arguments import checks_numbers, require
@@ -158,6 +158,17 @@ def settle(state: State, *, arrivals: Trace | None = None) -> State:
     if not weight.dim():
         state.params.taken_at = MAIL_IS_ELSEWHERE
     return settled
+
+
+def with_room_of(call: str, state: Any, template: Any) -> Any:
+    """Return the state with the template's room for messages in flight; if that is another one, nothing may be in flight."""
+    for ring, own in zip(*(trees.nodes_of(collectives.Ring, its) for its in (state, template)), strict=True):
+        if ring.to.shape == own.to.shape:
+            return state
+        rule = "messages are in flight, and the state has another room for them; save what df.settle(state) returned."
+        require(bool((ring.to < 0).all()), call, rule, saved=ring.to.shape[-2], here=own.to.shape[-2])
+        return with_room(state, own.to.shape[-2])
+    return state
 
 
 def _left(ring: collectives.Ring, arrivals: Trace) -> Tensor:

@@ -1,6 +1,7 @@
 """Where features of workers on their own clocks meet: what a user does by mistake is refused, and mass stays."""
 
 import random
+import time
 from functools import partial
 
 import pytest
@@ -106,3 +107,65 @@ def test_outages_that_overlap_count_once():
 def test_a_budget_of_zero_is_not_left_out(budget):
     with pytest.raises(ValueError, match="until"):
         df.data.until([], **budget)
+
+
+# -- checkpoints of settled states, and traces after them ---------------------------------------------------------------
+
+
+def after_a_restart(rank, folder, make, first):
+    """The first part of a run, which is saved; or the second one, whose t goes on from each worker's own."""
+
+    @df.autograd
+    def loss(params, batch):
+        time.sleep(0.002 * (1 + rank) * random.random())
+        return loss_fn(params, batch)
+
+    init, step = df.guard(df.ema(make(loss, df.adam(0.05), ONE_PEER), 0.9))
+    state, step, start = init(starts()[rank]), df.donate(step), 0
+    if not first:
+        state, _, extra, *_ = df.checkpoint.restore(folder, state)
+        start = extra["t"] + 1
+    for t, one in df.data.until((batch(rank, k) for k in range(start, 10**9)), steps=60, start=start):
+        state, _ = step(state, one, t)
+    settled = df.settle(state)
+    if first:
+        df.checkpoint.save(folder, settled, 1, extra={"t": t})
+    return settled, df.trace(), df.consensus_mean(df.ema_state(settled))
+
+
+@pytest.mark.parametrize("make", MAKE)
+def test_the_second_part_of_a_run_of_ranks_is_replayed_from_its_checkpoint(make, tmp_path):
+    """Ranks have no room for messages in flight in their states, and the simulator has."""
+    on_ranks(N, after_a_restart, tmp_path, make, True)
+    out = on_ranks(N, after_a_restart, tmp_path, make, False)
+    trace = out[0][1]
+    assert min(trace.first) > 0
+    init, step = df.guard(df.ema(make(loss_fn, df.adam(0.05), ONE_PEER), 0.9))
+    fresh = df.stack(init(starts()[0]), N, arrivals=trace)
+    state, step = df.checkpoint.restore(tmp_path, fresh).state, df.simulate(step, N, arrivals=trace)
+    own = list(trace.first)
+    for level, events in enumerate(trace.levels):
+        for i, k in events:
+            own[i] = k
+        state, _ = step(state, torch.stack([batch(i, k) for i, k in enumerate(own)]), level)
+    flying = state
+    state = df.settle(state, arrivals=trace)
+    for i, (settled, *_) in enumerate(out):
+        assert all(torch.equal(x[i], its) for x, its in zip(state.params, settled.params, strict=True))
+    torch.testing.assert_close(df.consensus_mean(df.ema_state(state)), out[0][2], atol=1e-14, rtol=0)
+    df.checkpoint.save(tmp_path / "simulated", state, 2)
+
+    def restored(rank, n, folder):
+        init, step = df.guard(df.ema(make(loss_fn, df.adam(0.05), df.topology("one-peer-exp-directed", n)), 0.9))
+        state = df.checkpoint.restore(folder, init(starts()[0])).state
+        for t in range(10):
+            state, _ = step(state, batch(rank, t), t)
+        return df.settle(state)
+
+    for n in (2, 3):
+        weights = [memory_of(its).weight for its in on_ranks(n, restored, n, tmp_path / "simulated")]
+        assert float(sum(weights)) == pytest.approx(n, abs=1e-12)
+    df.checkpoint.save(tmp_path / "flying", flying, 2)
+    others = random_trace(step.topology, 80, 0, late=0.9)  # which need more room
+    with pytest.raises(ValueError, match=r"messages are in flight.*df\.settle"):
+        df.checkpoint.restore(tmp_path / "flying", df.stack(init(starts()[0]), N, arrivals=others))
