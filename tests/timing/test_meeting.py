@@ -11,6 +11,7 @@ import decentfn as df
 from decentfn.planning import Cluster, Link
 from decentfn.testing import on_ranks
 from decentfn.timing import Exchange
+from decentfn.train.own_steps import memory_of
 from tests.timing.test_asynchronous import ONE_PEER, N, batch, loss_fn, nothing, starts
 from tests.timing.traces import random_trace, replayed
 
