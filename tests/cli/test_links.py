@@ -16,7 +16,6 @@ import decentfn as df
 from decentfn import cli
 from decentfn.cli.links import findings
 from decentfn.planning import Cluster, Link
-from decentfn.timing import Links
 from decentfn.train import links
 from tests.hosts import LAB, hosts, needs_hosts  # noqa: F401
 from tests.ranks import Ranks
@@ -259,7 +258,6 @@ def test_an_odd_file_of_links_is_named_with_the_fix_in_one_sentence(kind, tmp_pa
     assert said.count("\n") == 1 and str(path) in said and "measure again with `decentfn links`" in said, said
 
 
-@pytest.mark.parametrize("of", [Cluster, Links])
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -270,12 +268,12 @@ def test_an_odd_file_of_links_is_named_with_the_fix_in_one_sentence(kind, tmp_pa
         ({"between": False}, "those between nodes are among them"),
     ],
 )
-def test_numbers_that_no_link_has_are_refused_and_not_made_part_of_a_median(changes, words, of, tmp_path):
+def test_numbers_that_no_link_has_are_refused_and_not_made_part_of_a_median(changes, words, tmp_path):
     """A file without pairs between its nodes was planned with a link of 1,000 Gbit/s."""
     found = with_pairs(lambda pair: pair.update(changes if pair["from"] == 0 or "between" in changes else {}))
     (path := tmp_path / "links.json").write_text(json.dumps(found))
     with pytest.raises(ValueError, match=words):
-        of.measured(path)
+        Cluster.measured(path)
 
 
 @pytest.mark.parametrize(
