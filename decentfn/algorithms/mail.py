@@ -130,25 +130,14 @@ def with_mail(z: kit.Buckets, w: Tensor, sums: list[Tensor], mass: Tensor) -> tu
 
 
 def _check(call: str, topology: kit.Topology, worker: kit.Worker) -> None:
-    if topology.has_groups:
-        raise ValueError(
-            f"{call}: {topology.name!r} averages in groups, for which all of a group wait; use a schedule of messages, such as "
-            "'one-peer-exp'."
-        )
+    rule = "averages in groups, for which all of a group wait; use a schedule of messages, such as 'one-peer-exp'."
+    require(not topology.has_groups, call, rule, topology=topology.name)
     smallest = min(float(topology.round(t).weights[:, 0].min()) for t in topology.steps(_SAMPLED))
-    if not smallest > 0:
-        raise ValueError(
-            f"{call}: {topology.name!r} has a self-weight of {smallest:g}, so a worker would give all of its mass away and have "
-            "no weight to divide by; use a topology with positive self-weights."
-        )
+    rule = f"a self-weight of {smallest:g}: a worker would give all of its mass away, and divide by nothing; use positive ones."
+    require(smallest > 0, call, rule, topology=topology.name)
     rule = "mail carries all parameters; leave it out, or use stochastic_gradient_push."
     require(worker.shared is None, call, rule, shared=worker.shared)
-    if worker.partition.processes > 1:
-        raise ValueError(
-            f"{call}: a worker of {worker.partition.processes} processes, which would take different mail; each worker is "
-            "one process."
-        )
-    if worker.scaling is not None and worker.scaling.agree:
-        raise ValueError(
-            f"{call}: df.dynamic_loss_scale(agree=True) needs all workers in the same step; pass agree=False, so each worker has its own scale."
-        )
+    rule = "the processes of a worker would take different mail; each worker is one process."
+    require(worker.partition.processes == 1, call, rule, processes_per_worker=worker.partition.processes)
+    rule = "df.dynamic_loss_scale(agree=True) needs all workers in the same step; pass agree=False, a scale for each worker."
+    require(worker.scaling is None or not worker.scaling.agree, call, rule)
