@@ -27,7 +27,7 @@ from decentfn.cli.links import links
 from decentfn.compressors import sign, top_k
 from decentfn.planning import Cluster
 from decentfn.planning.methods import Work, _buckets
-from decentfn.timing import Exchange, Links
+from decentfn.timing import Exchange
 
 N, LAYERS = 4, 8
 COMPLETE = df.topology("complete", N)
@@ -345,7 +345,7 @@ def predictions(setting, path, seconds):
     if setting.make is None:  # DDP's first bucket of 1 MiB leaves first, and the others when they are full
         buckets = _buckets(Work(round(nbytes / 4), median(seconds), 4, 4))
         sends = [(nbytes * share, {"begins": begins, "parts": parts}) for begins, share, parts in buckets]
-    clock = df.clock(seconds, Links.measured(path))
+    clock = df.clock(seconds, Cluster.measured(path))
     lines = [clock.timeline(Exchange(on, sent, **options), steps) for sent, options in sends]
     fast = [i for i in range(N) if seconds[i] < 1.5 * min(seconds)] if how == ALONE else list(range(N))
     of_each = [np.mean([per_step([0.0, *line.end[:, i]], setting.period) for i in fast]) for line in lines]

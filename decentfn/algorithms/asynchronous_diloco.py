@@ -94,13 +94,14 @@ def asynchronous_diloco(
         g, local = worker.gradient(theta, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, theta)
         d = kit.unless_bad(kit.add(d, u), lambda: kit.each(torch.zeros_like, d))
+        before = phi
         if not kit.rests(schedule):
             phi, letters = mail.take(phi, letters, t, late=True)
             is_due = (collectives.own_step(phi[0], t, 0) + 1) % inner_steps == 0
             u, b_new = outer.update(kit.each(torch.neg, d), b, phi)
-            phi, b = kit.where(is_due, kit.add(phi, u), phi), kit.where(is_due, b_new, b)
+            before, phi, b = phi, kit.where(is_due, kit.add(phi, u), phi), kit.where(is_due, b_new, b)
             d = kit.where(is_due, kit.each(torch.zeros_like, d), d)
-        phi, letters = mail.offer(phi, letters, t)
+        phi, letters = mail.offer(phi, letters, t, before)
         return kit.State(phi, local, Memory(letters, d, b)), g.metrics
 
     return mail.algorithm(step, start, schedules=(schedule,))

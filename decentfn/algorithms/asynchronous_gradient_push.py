@@ -69,7 +69,7 @@ def asynchronous_gradient_push(
         g, local = worker.gradient(z, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, z)
         z, memory = mail.take(z, memory, t, late=True)
-        z, memory = mail.offer(kit.add(z, u), memory, t)
+        z, memory = mail.offer(kit.add(z, u), memory, t, z)
         return kit.State(z, local, memory), g.metrics
 
     return mail.algorithm(step, mail.start)

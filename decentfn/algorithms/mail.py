@@ -13,12 +13,14 @@ from torch import Tensor
 
 from decentfn import kit
 from decentfn.comm import collectives, gossip
+from decentfn.core import trees
 from decentfn.core.arguments import require
 from decentfn.core.buckets import loose
-from decentfn.timing import LEAST_MASS
 
 _SAMPLED = 64
 """Rounds of a schedule whose self-weights are checked."""
+_LEAST = torch.finfo(torch.float32).tiny
+"""Less mass is none, after bad values, before mail has come."""
 
 
 class Memory(NamedTuple):
@@ -58,22 +60,37 @@ class Mail:
         return [gossip.narrow(b, plan.dtype, wire) for b, plan in zip(z, z.plan.buckets, strict=True)]
 
     def take(self, z: kit.Buckets, memory: Memory, t: Tensor, *, late: bool = False) -> tuple[kit.Buckets, Memory]:
-        """Return z and the memory with the mail that has arrived before own step `t`; late: since then."""
+        """Return z and the memory with the mail that has arrived before own step `t`; late: since then.
+
+        In a guarded step bad values are dropped first, together with their mass: the mail is then taken as it is.
+        """
+        w = memory.weight
+        if not late:
+            z, w = self._unless_bad(z, w)
         sums, mass = collectives.take(list(z), memory.ring, self._schedule, t, late)
-        z, w = with_mail(z, memory.weight, sums, mass)
+        z, w = with_mail(z, w, sums, mass)
         return z, memory._replace(weight=w)
 
-    def offer(self, z: kit.Buckets, memory: Memory, t: Tensor) -> tuple[kit.Buckets, Memory]:
-        """Offer z at the end of own step `t`; return it, and the memory with the mass that stays."""
-        w = memory.weight
-        # Drop bad values together with their mass: a worker without mass sends nothing, and takes the next mail as it is.
-        *values, w = kit.unless_bad(loose([*z, w[None]]), lambda: kit.each(torch.zeros_like, loose([*z, w[None]])))
-        z, w, sent = kit.Buckets(values, z.plan), w[0], self._sent(kit.Buckets(values, z.plan))
-        given, ring = collectives.offer(sent, w, memory.ring, self._schedule, t)
-        w = w - given
+    def offer(self, moved: kit.Buckets, memory: Memory, t: Tensor, z: kit.Buckets) -> tuple[kit.Buckets, Memory]:
+        """Offer the updated z at the end of own step `t`; return it, and the memory with the mass that stays.
+
+        In a guarded step it is `z`, that before the update, if the updated one is bad: all mass is kept. So it is if the
+        message is bad, as a narrow wire may make it.
+        """
+        z = kit.unless_bad(moved, lambda: z)
+        sent, offered = self._unless_bad(kit.Buckets(self._sent(z), z.plan), memory.weight)
+        given, ring = collectives.offer(list(sent), offered, memory.ring, self._schedule, t)
+        w = memory.weight - given
         if self._worker.wire_dtype is not None:  # what rounding takes from the messages stays here
-            z = kit.each(lambda b, q: b + (given / w).to(b.dtype) * (b - q.to(b.dtype)), z, kit.Buckets(sent, z.plan))
+            share = given / w.clamp(min=_LEAST)
+            z = kit.each(lambda b, q: b + share.to(b.dtype) * (b - q.to(b.dtype)), z, sent)
         return z, Memory(w, ring)
+
+    @staticmethod
+    def _unless_bad(z: kit.Buckets, w: Tensor) -> tuple[kit.Buckets, Tensor]:
+        """Return both, or zeros if a guarded step finds that one is bad: without mass, z counts for nothing."""
+        *values, w = kit.unless_bad(loose([*z, w[None]]), lambda: kit.each(torch.zeros_like, loose([*z, w[None]])))
+        return kit.Buckets(values, z.plan), w[0]
 
     def algorithm(
         self,
@@ -100,33 +117,27 @@ class Mail:
         return made._replace(init=init)
 
 
+def with_room(state: Any, places: int) -> Any:
+    """Return the state with room for so many messages in flight of each worker, and none of them."""
+    return trees.map_nodes(collectives.Ring, lambda ring: ring.with_room(places), state)
+
+
 def with_mail(z: kit.Buckets, w: Tensor, sums: list[Tensor], mass: Tensor) -> tuple[kit.Buckets, Tensor]:
     """Return z and w after mail of `mass`, `sums` its differences from z times their mass, so equal values stay."""
     total = w + mass
-    divisor = kit.once(total.clamp(min=LEAST_MASS))  # less is none, after bad values, and then no mail has come
+    divisor = kit.once(total.clamp(min=_LEAST))
     return kit.each(lambda b, s: (b + s / divisor.to(s.dtype)).to(b.dtype), z, kit.Buckets(sums, z.plan)), total
 
 
 def _check(call: str, topology: kit.Topology, worker: kit.Worker) -> None:
-    if topology.has_groups:
-        raise ValueError(
-            f"{call}: {topology.name!r} averages in groups, for which all of a group wait; use a schedule of messages, such as "
-            "'one-peer-exp'."
-        )
+    rule = "averages in groups, for which all of a group wait; use a schedule of messages, such as 'one-peer-exp'."
+    require(not topology.has_groups, call, rule, topology=topology.name)
     smallest = min(float(topology.round(t).weights[:, 0].min()) for t in topology.steps(_SAMPLED))
-    if not smallest > 0:
-        raise ValueError(
-            f"{call}: {topology.name!r} has a self-weight of {smallest:g}, so a worker would give all of its mass away and have "
-            "no weight to divide by; use a topology with positive self-weights."
-        )
+    rule = f"a self-weight of {smallest:g}: a worker would give all of its mass away, and divide by nothing; use positive ones."
+    require(smallest > 0, call, rule, topology=topology.name)
     rule = "mail carries all parameters; leave it out, or use stochastic_gradient_push."
     require(worker.shared is None, call, rule, shared=worker.shared)
-    if worker.partition.processes > 1:
-        raise ValueError(
-            f"{call}: a worker of {worker.partition.processes} processes, which would take different mail; each worker is "
-            "one process."
-        )
-    if worker.scaling is not None and worker.scaling.agree:
-        raise ValueError(
-            f"{call}: df.dynamic_loss_scale(agree=True) needs all workers in the same step; pass agree=False, so each worker has its own scale."
-        )
+    rule = "the processes of a worker would take different mail; each worker is one process."
+    require(worker.partition.processes == 1, call, rule, processes_per_worker=worker.partition.processes)
+    rule = "df.dynamic_loss_scale(agree=True) needs all workers in the same step; pass agree=False, a scale for each worker."
+    require(worker.scaling is None or not worker.scaling.agree, call, rule)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from decentfn.algorithms.mail import with_room
 from decentfn.comm import collectives
 from decentfn.comm.fingerprint import require_equal_rows
 from decentfn.core import trees
@@ -94,7 +95,7 @@ def simulate(
                     f"simulate(step, {num_workers}, arrivals=trace): the state has room for {room} messages of each worker in flight, and "
                     f"the trace needs R={replay.room}; make it with df.stack(state, {num_workers}, arrivals=trace)."
                 )
-            first = _with_room(first, int(num_workers > 1))  # as laid out: one worker sends nothing
+            first = with_room(first, int(num_workers > 1))  # as laid out: one worker sends nothing
         step.check(first, its_batch, t)
 
     own_check = None if step.check is None else check
@@ -127,12 +128,8 @@ def stack(state: PyTree, num_workers: int, *, arrivals: Trace | None = None) -> 
             "init(params) returned. Stacked states of several runs are df.stack_runs(states)."
         )
     if arrivals is not None:
-        state = _with_room(state, _room(state, num_workers, arrivals))
+        state = with_room(state, _room(state, num_workers, arrivals))
     return trees.map(lambda leaf: leaf.unsqueeze(0).repeat(num_workers, *[1] * leaf.dim()), state)
-
-
-def _with_room(state: Any, places: int) -> Any:
-    return trees.map_nodes(collectives.Ring, lambda ring: ring.with_room(places), state)
 
 
 def _room(state: Any, num_workers: int, arrivals: Trace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -36,6 +37,8 @@ class Applied(NamedTuple):
     """Number of workers simulated, or of runs swept."""
 
 
+MAIL_IS_ELSEWHERE = sys.maxsize
+"""`taken_at` of parameters whose mail is in another state: the one that a step of a rank, or `df.settle`, has returned."""
 _OF_STEPS = ("compile", "donate", "sweep", "simulate")
 
 
@@ -170,6 +173,8 @@ class Step:
                 context.resting, context.arrivals = outer, None
             if self._donates and isinstance(x, Buckets):
                 x.taken_at = number  # even if an error follows
+            elif self.own_steps and isinstance(x, Buckets) and here.mailbox is not None:
+                x.taken_at = MAIL_IS_ELSEWHERE
         if self.watch is not None:
             self.watch(result[0], t, self._donates)
         if isinstance(x, Buckets):
@@ -180,6 +185,11 @@ class Step:
 
     def _require_next(self, t: int, last: int) -> None:
         """Raise ValueError if step `t` does not follow the step whose result the state is; warn of a gap, once."""
+        if last == MAIL_IS_ELSEWHERE:
+            raise ValueError(
+                f"step(state, batch, t={t}): mail is taken once, and that of this state is in the one that its step, or df.settle(state), "
+                "has returned; go on with that one, state, metrics = step(state, batch, t)."
+            )
         if t <= last:
             raise ValueError(
                 f"step(state, batch, t={t}): the state is the result of step t={last}, so the next step is t={last + 1}. Schedules, "

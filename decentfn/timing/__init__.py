@@ -1,6 +1,6 @@
 """Time: the clock of a run on given workers and links, and traces of workers on their own clocks."""
 
-from decentfn.timing.clock import Clock, Exchange, Merges, Timeline, clock
+from decentfn.timing.clock import Clock, Exchange, Timeline, clock
 from decentfn.timing.cluster import Cluster, Link, Links
 from decentfn.timing.replay import LEAST_MASS, Offered, Replay, filled_up, shares_of
 from decentfn.timing.trace import Trace, schedule_name
@@ -12,7 +12,6 @@ __all__ = [
     "Exchange",
     "Link",
     "Links",
-    "Merges",
     "Offered",
     "Replay",
     "Timeline",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -80,17 +79,6 @@ class Timeline(NamedTuple):
         Path(path).write_text(json.dumps({name: x.tolist() for name, x in times if isinstance(x, np.ndarray)}))
 
 
-class Merges(NamedTuple):
-    """Merges of asynchronous local SGD, in their order."""
-
-    seconds: np.ndarray
-    """`[M]`, when."""
-    worker: np.ndarray
-    """`[M]`, whose."""
-    staleness: np.ndarray
-    """`[M]`, merges since that worker's start."""
-
-
 @dataclass(frozen=True)
 class Clock:
     """Clock of a run; make one with `df.clock`."""
@@ -131,10 +119,11 @@ class Clock:
 
     def after(self, now: np.ndarray, seconds: np.ndarray) -> np.ndarray:
         """Return when `[N]` work that begins `now` and takes `seconds` is done; outages interrupt it."""
-        done = now + seconds
-        for i, since, until in self.outages:
-            if now[i] < until and done[i] > since:
-                done[i] += until - max(since, now[i])
+        done, counted = now + seconds, now.copy()
+        for i, since, until in self.outages:  # in the order of their starts; they may overlap
+            if counted[i] < until and done[i] > since:
+                done[i] += until - max(since, counted[i])
+                counted[i] = until
         return done
 
     @checks_numbers
@@ -195,43 +184,6 @@ class Clock:
         found = [self.travels(exchange, t) for t in steps]
         both = [[lasts[m.are_away == are].max(initial=0.0) for m, lasts in found] for are in (True, False)]
         return float(np.mean(both[0])), float(np.mean(both[1]))
-
-    @checks_numbers
-    def merges(self, inner_steps: int | Sequence[int], count: int, *, wait: float = 0.0) -> Merges:
-        """Return the first merges of asynchronous local SGD (Liu et al., 2024; arXiv:2401.09135); messages take no time.
-
-        A worker takes its inner steps from the parameters that it saw. Who ends within `wait` seconds of a window's first
-        merge is merged in it, in the order of the ends; all of them start again at the window's last merge.
-
-        Args:
-            inner_steps: H, or one for each worker: with dynamic local updates `floor(H v_i / max v)`, v the speeds.
-            count: of merges.
-            wait: the grace period in seconds, >= 0; `math.inf` is DiLoCo.
-        """
-        n, merged = self.links.num_workers, 0
-        each = np.broadcast_to(array("merges", "inner steps", inner_steps, np.int64), (n,))
-        rule = "inner steps >= 1, count >= 1, wait >= 0."
-        require(bool((each > 0).all()) and count > 0 and wait >= 0, "merges", rule, inner_steps=inner_steps, wait=wait)
-        own, seen, rows = np.zeros(n, dtype=int), np.zeros(n, dtype=int), list[tuple[float, int, int]]()
-
-        def end(i: int, now: float) -> tuple[float, int]:
-            lasts = math.fsum(self.seconds(int(k))[i] for k in range(own[i], own[i] + each[i]))
-            own[i] += each[i]
-            return float(self.after(np.full(n, now), np.full(n, lasts))[i]), i
-
-        running = [end(i, 0.0) for i in range(n)]
-        heapq.heapify(running)
-        while len(rows) < count:
-            window, opened = list[int](), running[0][0]
-            while running and running[0][0] <= opened + wait:
-                now, i = heapq.heappop(running)
-                rows.append((now, i, merged - seen[i]))
-                merged += 1
-                window.append(i)
-            for i in window:
-                seen[i] = merged
-                heapq.heappush(running, end(i, rows[-1][0]))
-        return Merges(*map(np.array, zip(*rows[:count], strict=True)))
 
 
 @checks_numbers

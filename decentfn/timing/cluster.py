@@ -72,18 +72,6 @@ class Links:
         )
         require(0 < self.efficiency <= 1, "Links", "a share of the rate, in (0, 1].", efficiency=self.efficiency)
 
-    @classmethod
-    def measured(cls, path: str | Path) -> Links:
-        """Return the links of a file of `decentfn links`, of nodes of one process each.
-
-        Raises:
-            ValueError: it is no such file, or a node has several processes.
-        """
-        found = Cluster.measured(path)
-        rule = "a node is one process; the clock takes a Cluster.measured, too."
-        require(found.workers_per_node == 1 and found.links is not None, "Links.measured", rule, cluster=found)
-        return found.links  # pyright: ignore[reportReturnType]
-
     @property
     def num_workers(self) -> int:
         """Number of workers."""

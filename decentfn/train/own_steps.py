@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from decentfn.algorithms.mail import Memory, with_mail
+from decentfn.algorithms.mail import Memory, with_mail, with_room
 from decentfn.comm import collectives
 from decentfn.core import trees
 from decentfn.core.arguments import checks_numbers, require
@@ -18,6 +18,7 @@ from decentfn.core.formatting import brief
 from decentfn.core.stacking import over_workers
 from decentfn.errors import PeerLost
 from decentfn.kit.state import State
+from decentfn.kit.step import MAIL_IS_ELSEWHERE
 from decentfn.timing import Trace, filled_up, schedule_name
 
 Batch = TypeVar("Batch")
@@ -51,10 +52,9 @@ def until(
     >>> list(until("abcdef", steps=3, start=7))
     [(7, 'a'), (8, 'b'), (9, 'c')]
     """
-    given = {name: value for name, value in (("seconds", seconds), ("steps", steps), ("samples", samples)) if value}
-    require(
-        len(given) == 1, "until", "pass one of them, greater than 0.", seconds=seconds, steps=steps, samples=samples
-    )
+    budgets = {"seconds": seconds, "steps": steps, "samples": samples}
+    given = {name: value for name, value in budgets.items() if value is not None}
+    require(len(given) == 1, "until", "pass one of them.", **budgets)
     require(start >= 0, "until", "a step, >= 0.", start=start)
     [(kind, most)] = given.items()
     require(most > 0, "until", "a budget is greater than 0.", **given)
@@ -131,9 +131,14 @@ def settle(state: State, *, arrivals: Trace | None = None) -> State:
     assert memory is not None
     weight, ring = memory
     if weight.dim():
+        last, levels = state.params.taken_at, 0 if arrivals is None else len(arrivals.levels)
+        rule = f"the state is of level {last} of {levels}, and what is in flight is known after the last one; replay the others."
+        require(arrivals is None or last is None or last == levels - 1, "settle(state, arrivals=trace)", rule)
         rows = collectives.addressed(ring.to) if arrivals is None else _left(ring, arrivals)
         *sums, mass = collectives.sum_of_mail(list(state.params), ring.values, ring.shares, rows)
         x, total = over_workers(with_mail, len(weight), state.params, weight, sums, mass)
+        rule = "mail is taken twice; of a state that replays a trace pass arrivals=trace, the one that it replays."
+        require(float(total.sum()) < len(weight) * (1 + 1e-9), "settle(state)", rule, mass=float(total.sum()))
     else:
         here = collectives.world()
         if here.size == 1:
@@ -150,7 +155,20 @@ def settle(state: State, *, arrivals: Trace | None = None) -> State:
         torch.clone, state._replace(params=x, memory=trees.map_nodes(Memory, lambda _: new, state.memory))
     )
     settled.params.taken_at = state.params.taken_at  # the run goes on
+    if not weight.dim():
+        state.params.taken_at = MAIL_IS_ELSEWHERE
     return settled
+
+
+def with_room_of(call: str, state: Any, template: Any) -> Any:
+    """Return the state with the template's room for messages in flight; if that is another one, nothing may be in flight."""
+    for ring, own in zip(*(trees.nodes_of(collectives.Ring, its) for its in (state, template)), strict=True):
+        if ring.to.shape == own.to.shape:
+            return state
+        rule = "messages are in flight, and the state has another room for them; save what df.settle(state) returned."
+        require(bool((ring.to < 0).all()), call, rule, saved=ring.to.shape[-2], here=own.to.shape[-2])
+        return with_room(state, own.to.shape[-2])
+    return state
 
 
 def _left(ring: collectives.Ring, arrivals: Trace) -> Tensor:

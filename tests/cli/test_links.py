@@ -16,7 +16,6 @@ import decentfn as df
 from decentfn import cli
 from decentfn.cli.links import findings
 from decentfn.planning import Cluster, Link
-from decentfn.timing import Links
 from decentfn.train import links
 from tests.hosts import LAB, hosts, needs_hosts  # noqa: F401
 from tests.ranks import Ranks
@@ -189,8 +188,10 @@ def test_a_plan_takes_the_slowest_of_measured_links(tmp_path, capsys):
     path, found = tmp_path / "links.json", with_pairs(slow_host)
     path.write_text(json.dumps(found))
     assert Cluster.measured(path) == Cluster(4, Link(0.5, 0.2))
-    links = Links.measured(path)
-    assert links.gbit_per_s[2, 0] == links.gbit_per_s[1, 2] == 0.5 and links.gbit_per_s[0, 1] == 0.94  # type: ignore
+    links = Cluster.measured(path).links
+    assert (
+        links is not None and links.gbit_per_s[2, 0] == links.gbit_per_s[1, 2] == 0.5 and links.gbit_per_s[0, 1] == 0.94
+    )  # type: ignore
     one_pair = with_pairs(lambda pair: slow_way(pair) if (pair["from"], pair["to"]) == (2, 1) else None)
     path.write_text(json.dumps(one_pair))
     assert Cluster.measured(path).between.gbit_per_s == 0.94  # a noisy pair is not its nodes' link
@@ -209,8 +210,6 @@ def test_a_plan_takes_the_slowest_of_measured_links(tmp_path, capsys):
     path.write_text(json.dumps(two))
     assert Cluster.measured(path) == Cluster(8, Link(0.5, 0.2), Link(9, 0.05), 2)
     assert Cluster.measured(path, 2) == Cluster(4, Link(0.5, 0.2), Link(9, 0.05), 1, 2)
-    with pytest.raises(ValueError, match="a node is one process"):
-        Links.measured(path)
     with pytest.raises(ValueError, match="nodes have equally many processes, of whole workers"):
         Cluster.measured(path, 4)
 
@@ -229,7 +228,9 @@ def test_schedules_that_leave_out_a_slow_link_are_planned_without_it(tmp_path, c
     found = with_pairs(slow_way)
     found["pairs"] = [pair for pair in found["pairs"] if {pair["from"], pair["to"]} != {0, 3}]
     path.write_text(json.dumps(found))
-    assert Links.measured(path).link(0, 3) == Link(0.94, 0.2)  # not measured: as the slower of its nodes usually is
+    assert Cluster.measured(path).links.link(0, 3) == Link(
+        0.94, 0.2
+    )  # not measured: as the slower of its nodes usually is
     cli.run(["plan", "--parameters", "1e7", "--compute-ms", "1", "--links", str(path)])
     assert "\nThe slowest link that it uses leads from host" in capsys.readouterr().out
 
@@ -257,7 +258,6 @@ def test_an_odd_file_of_links_is_named_with_the_fix_in_one_sentence(kind, tmp_pa
     assert said.count("\n") == 1 and str(path) in said and "measure again with `decentfn links`" in said, said
 
 
-@pytest.mark.parametrize("of", [Cluster, Links])
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -268,12 +268,12 @@ def test_an_odd_file_of_links_is_named_with_the_fix_in_one_sentence(kind, tmp_pa
         ({"between": False}, "those between nodes are among them"),
     ],
 )
-def test_numbers_that_no_link_has_are_refused_and_not_made_part_of_a_median(changes, words, of, tmp_path):
+def test_numbers_that_no_link_has_are_refused_and_not_made_part_of_a_median(changes, words, tmp_path):
     """A file without pairs between its nodes was planned with a link of 1,000 Gbit/s."""
     found = with_pairs(lambda pair: pair.update(changes if pair["from"] == 0 or "between" in changes else {}))
     (path := tmp_path / "links.json").write_text(json.dumps(found))
     with pytest.raises(ValueError, match=words):
-        of.measured(path)
+        Cluster.measured(path)
 
 
 @pytest.mark.parametrize(

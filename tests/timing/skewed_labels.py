@@ -29,7 +29,7 @@ def uncorrected_push(loss_fn, optimizer, topology, **options):
         g, local = worker.gradient(z, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, z)
         z, memory = mail.take(z, memory, t, late=True)
-        z, memory = mail.offer(kit.add(z, kit.divide(u, memory.weight)), memory, t)
+        z, memory = mail.offer(kit.add(z, kit.divide(u, memory.weight)), memory, t, z)
         return kit.State(z, local, memory), g.metrics
 
     return mail.algorithm(step, mail.start)

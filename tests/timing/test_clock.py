@@ -10,20 +10,20 @@ import torch
 import decentfn as df
 from decentfn.planning import Cluster, Link
 from decentfn.timing import Exchange, Links
-from tests.timing.traces import RECORDED
+from tests.timing.traces import RECORDED, merges
 
 
 def test_the_recorded_clock_of_asynchronous_local_sgd():
     recorded = RECORDED["clock"]
     clock, inner = df.clock(recorded["seconds_per_step"], Links([1] * 4)), recorded["H"]
-    found = clock.merges(inner, 400, wait=recorded["wait"])
+    found = merges(clock, inner, 400, wait=recorded["wait"])
     rows = list(zip(found.seconds.round(9).tolist(), found.worker.tolist(), found.staleness.tolist(), strict=True))
     assert [list(row) for row in rows[:60]] == recorded["merges"]
     assert np.bincount(found.worker).tolist() == recorded["merges_per_worker"]
     assert found.staleness.max() == recorded["largest_staleness"]
     for steps, seconds in recorded["steps_and_seconds"][1:]:
         assert round(float(found.seconds[steps // inner - 1]), 9) == seconds
-    all_wait = clock.merges(inner, 20, wait=RECORDED["all_wait"]["wait"])
+    all_wait = merges(clock, inner, 20, wait=RECORDED["all_wait"]["wait"])
     for steps, seconds in RECORDED["all_wait"]["steps_and_seconds"][1:]:
         assert all_wait.seconds[steps // inner - 1] == pytest.approx(seconds)
 
@@ -34,7 +34,7 @@ def test_the_recorded_outer_parameters_follow_from_the_clock(name):
     recorded = RECORDED["quadratics"]
     run, n, gamma = recorded["runs"][name], len(recorded["optima"]), recorded["gamma"]
     clock = df.clock(recorded["seconds_per_step"], Links([1] * n))
-    found = clock.merges(recorded["H"], len(run["merges"]), wait=run["wait"])
+    found = merges(clock, recorded["H"], len(run["merges"]), wait=run["wait"])
     optima = torch.tensor(recorded["optima"], dtype=torch.float64)
     x = torch.nn.Parameter(torch.tensor(recorded["start"], dtype=torch.float64))
     outer = torch.optim.SGD([x], lr=recorded["eta"], momentum=recorded["beta"], nesterov=True)

@@ -1,9 +1,13 @@
 """Random traces, runs of a trace in the simulator, and recorded runs of asynchronous local SGD."""
 
+import heapq
 import json
+import math
 import random
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 import decentfn as df
@@ -50,3 +54,38 @@ def replayed(algorithm, trace, starts, batches, *, compiled=None):
             own[i] = k
         state, _ = step(state, torch.stack([batches(i, k) for i, k in enumerate(own)]), level)
     return state
+
+
+def merges(clock, inner_steps, count, wait=0.0):
+    """The first merges of asynchronous local SGD (Liu et al., 2024; arXiv:2401.09135): seconds, worker and staleness of each.
+
+    A worker takes its inner steps from the parameters that it saw. Who ends within `wait` seconds of a window's first merge
+    is merged in it, in the order of the ends; all of them start again at the window's last merge.
+    """
+    n, rows = clock.links.num_workers, []
+    each = np.broadcast_to(inner_steps, (n,))
+    own, seen = np.zeros(n, dtype=int), np.zeros(n, dtype=int)
+
+    def end(i, now):
+        lasts = math.fsum(clock.seconds(int(k))[i] for k in range(own[i], own[i] + each[i]))
+        own[i] += each[i]
+        return float(clock.after(np.full(n, now), np.full(n, lasts))[i]), i
+
+    running = [end(i, 0.0) for i in range(n)]
+    heapq.heapify(running)
+    while len(rows) < count:
+        window, opened = [], running[0][0]
+        while running and running[0][0] <= opened + wait:
+            now, i = heapq.heappop(running)
+            rows.append((now, i, len(rows) - seen[i]))
+            window.append(i)
+        for i in window:
+            seen[i] = len(rows)
+            heapq.heappush(running, end(i, rows[-1][0]))
+    return Merges(*map(np.array, zip(*rows[:count], strict=True)))
+
+
+class Merges(NamedTuple):
+    seconds: np.ndarray
+    worker: np.ndarray
+    staleness: np.ndarray

@@ -102,7 +102,13 @@ class Session:
             where, error = self.cut_short
             raise RuntimeError(
                 f"step(state, batch, t): rank {self.board.rank} cannot go on, because its {where} raised "
-                f"{type(error).__name__}: {error}; the other ranks have its messages and are ahead. Start the run again, on all ranks."
+                f"{type(error).__name__}: {error}; "
+                + (
+                    "the mail that it took is gone. "
+                    if self.own_steps
+                    else "the other ranks have its messages and are ahead. "
+                )
+                + "Start the run again, on all ranks."
             ) from error
         self.is_running, self.at, self.before = True, t, self.calls
         self.board.steps.append((self.calls, t))

@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from decentfn.algorithms.mail import with_room
 from decentfn.comm import collectives
 from decentfn.core import trees
 from decentfn.core.buckets import Buckets, Place
@@ -37,7 +38,7 @@ from decentfn.train.checkpoint.layout import (
 )
 from decentfn.train.collective_calls import on_all, on_first, one_path
 from decentfn.train.consensus import is_stacked
-from decentfn.train.own_steps import memory_of
+from decentfn.train.own_steps import memory_of, with_room_of
 from decentfn.train.resizing import resized, stacked
 
 _log = logging.getLogger("decentfn")
@@ -216,6 +217,8 @@ def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor], int]:
         entries += others  # which have shards of these leaves
     try:
         parts = [_Part(path, entry) for entry in entries]
+        places = next((its.shape[1] for name, its in parts[0].places.items() if name.endswith("ring.to")), 0)
+        rooms, template = template, with_room(template, places)  # ranks have none, the simulator one by its trace
         one = trees.map(lambda x: x[0], template) if is_stacked(template) else template
         state = trees.map(torch.empty_like, template if as_many else one)
         leaves = leaves_of(state)
@@ -247,6 +250,7 @@ def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor], int]:
             state = stacked(one, lambda: saved.rows(row, leaves), range(first, first + local))
         else:
             state = resized(one, saved.rows(state, leaves), first)
+        state = with_room_of(f"restore({path})", state, rooms)
         drawing = parts[0].generators(template.params[0].device)
         return Restored(state, about["step"], parts[0].extra(), about["config"]), drawing, about["num_workers"]
     except Exception:

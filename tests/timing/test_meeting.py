@@ -1,0 +1,172 @@
+"""Where features of workers on their own clocks meet: what a user does by mistake is refused, and mass stays."""
+
+import random
+import time
+from functools import partial
+
+import pytest
+import torch
+
+import decentfn as df
+from decentfn.planning import Cluster, Link
+from decentfn.testing import on_ranks
+from decentfn.timing import Exchange
+from decentfn.train.own_steps import memory_of
+from tests.timing.test_asynchronous import ONE_PEER, N, batch, loss_fn, nothing, starts
+from tests.timing.traces import random_trace, replayed
+
+MAKE = [df.asynchronous_gradient_push, partial(df.asynchronous_diloco, inner_steps=2)]
+
+
+def built(make, loss=loss_fn, **options):
+    return make(loss, df.sgd(0.1), ONE_PEER, **options)
+
+
+# -- mail is taken once -------------------------------------------------------------------------------------------------
+
+
+def mistaken(rank, make, kind):
+    """Ten steps; then the mistake, and the words of the error."""
+    is_bad = []
+
+    @df.autograd
+    def loss(params, batch):
+        if is_bad:
+            raise KeyError("a bad file")
+        return loss_fn(params, batch)
+
+    init, step = built(make, loss)
+    state = init(starts()[rank])
+    for t in range(10):
+        state, _ = step(state, batch(rank, t), t)
+    used, t = state, 10
+    if kind == "a step twice":
+        state, _ = step(used, batch(rank, t), t)
+    elif kind == "a settled state's forerunner":
+        state = df.settle(used)
+    else:
+        is_bad.append(True)
+        with pytest.raises(KeyError, match="a bad file"):
+            step(used, batch(rank, t), t)
+        is_bad.clear()
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        step(used, batch(rank, t), t)
+    if kind != "a loss that raises":
+        t += kind == "a step twice"
+        step(state, batch(rank, t), t)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("make", MAKE)
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("a step twice", "mail is taken once"),
+        ("a settled state's forerunner", "mail is taken once"),
+        ("a loss that raises", "mail that it took is gone"),
+    ],
+)
+def test_a_state_whose_mail_was_taken_is_not_used_again(make, kind, words):
+    """The mass that it took would be lost."""
+    assert all(words in error for error in on_ranks(N, mistaken, make, kind))
+
+
+def test_a_replayed_state_is_settled_by_its_trace_at_its_end():
+    """Without it, what was taken is in the ring still, and would be taken again."""
+    algorithm, trace = built(df.asynchronous_gradient_push, nothing), random_trace(ONE_PEER, 80, 0)
+    with pytest.raises(ValueError, match=r"pass arrivals=trace"):
+        df.settle(replayed(algorithm, trace, starts(), batch))
+    state, step = (
+        df.stack(algorithm.init(starts()[0]), N, arrivals=trace),
+        df.simulate(algorithm.step, N, arrivals=trace),
+    )
+    for level in range(len(trace.levels) // 2):
+        state, _ = step(state, torch.zeros(N, dtype=torch.float64), level)
+    with pytest.raises(ValueError, match=rf"level {level} of {len(trace.levels)}"):
+        df.settle(state, arrivals=trace)
+
+
+# -- the clock ----------------------------------------------------------------------------------------------------------
+
+
+def test_outages_that_overlap_count_once():
+    def ends(*outages):
+        clock = df.clock(1.0, Cluster(1, Link(1)), outages=outages)
+        return clock.timeline(Exchange(df.topology("complete", 1), 1), 8).end
+
+    for seed in range(20):
+        draw = random.Random(seed)
+        several = [(0, since := draw.uniform(0, 5), since + draw.uniform(0, 3)) for _ in range(4)]
+        points = sorted({x for _, *its in several for x in its})
+        apart = [  # the same times, in pieces that do not overlap
+            (0, a, b) for a, b in zip(points, points[1:], strict=False) if any(s <= a and b <= u for _, s, u in several)
+        ]
+        torch.testing.assert_close(ends(*several), ends(*apart), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("budget", [{"steps": 0, "seconds": 1}, {"samples": 0}, {}])
+def test_a_budget_of_zero_is_not_left_out(budget):
+    with pytest.raises(ValueError, match="until"):
+        df.data.until([], **budget)
+
+
+# -- checkpoints of settled states, and traces after them ---------------------------------------------------------------
+
+
+def after_a_restart(rank, folder, make, first):
+    """The first part of a run, which is saved; or the second one, whose t goes on from each worker's own."""
+
+    @df.autograd
+    def loss(params, batch):
+        time.sleep(0.002 * (1 + rank) * random.random())
+        return loss_fn(params, batch)
+
+    init, step = df.guard(df.ema(make(loss, df.adam(0.05), ONE_PEER), 0.9))
+    state, step, start = init(starts()[rank]), df.donate(step), 0
+    if not first:
+        state, _, extra, *_ = df.checkpoint.restore(folder, state)
+        start = extra["t"] + 1
+    for t, one in df.data.until((batch(rank, k) for k in range(start, 10**9)), steps=60, start=start):
+        state, _ = step(state, one, t)
+    settled = df.settle(state)
+    if first:
+        df.checkpoint.save(folder, settled, 1, extra={"t": t})
+    return settled, df.trace(), df.consensus_mean(df.ema_state(settled))
+
+
+@pytest.mark.parametrize("make", MAKE)
+def test_the_second_part_of_a_run_of_ranks_is_replayed_from_its_checkpoint(make, tmp_path):
+    """Ranks have no room for messages in flight in their states, and the simulator has."""
+    on_ranks(N, after_a_restart, tmp_path, make, True)
+    out = on_ranks(N, after_a_restart, tmp_path, make, False)
+    trace = out[0][1]
+    assert min(trace.first) > 0
+    init, step = df.guard(df.ema(make(loss_fn, df.adam(0.05), ONE_PEER), 0.9))
+    fresh = df.stack(init(starts()[0]), N, arrivals=trace)
+    state, step = df.checkpoint.restore(tmp_path, fresh).state, df.simulate(step, N, arrivals=trace)
+    own = list(trace.first)
+    for level, events in enumerate(trace.levels):
+        for i, k in events:
+            own[i] = k
+        state, _ = step(state, torch.stack([batch(i, k) for i, k in enumerate(own)]), level)
+    flying = state
+    state = df.settle(state, arrivals=trace)
+    for i, (settled, *_) in enumerate(out):
+        assert all(torch.equal(x[i], its) for x, its in zip(state.params, settled.params, strict=True))
+    torch.testing.assert_close(df.consensus_mean(df.ema_state(state)), out[0][2], atol=1e-14, rtol=0)
+    df.checkpoint.save(tmp_path / "simulated", state, 2)
+
+    def restored(rank, n, folder):
+        init, step = df.guard(df.ema(make(loss_fn, df.adam(0.05), df.topology("one-peer-exp-directed", n)), 0.9))
+        state = df.checkpoint.restore(folder, init(starts()[0])).state
+        for t in range(10):
+            state, _ = step(state, batch(rank, t), t)
+        return df.settle(state)
+
+    for n in (2, 3):
+        weights = [memory_of(its).weight for its in on_ranks(n, restored, n, tmp_path / "simulated")]
+        assert float(sum(weights)) == pytest.approx(n, abs=1e-12)
+    df.checkpoint.save(tmp_path / "flying", flying, 2)
+    others = random_trace(step.topology, 80, 0, late=0.9)  # which need more room
+    with pytest.raises(ValueError, match=r"messages are in flight.*df\.settle"):
+        df.checkpoint.restore(tmp_path / "flying", df.stack(init(starts()[0]), N, arrivals=others))
