@@ -178,13 +178,14 @@ class ModuleLoss:
                 "a gradient that is traced does not call; write df.autograd(loss_fn)."
             )
 
-    def of(self, batch: Any, in_its_mode: bool = False) -> tuple[Tensor, PyTree]:
-        """Return the loss of a batch and its aux, with the module's current weights and, `in_its_mode`, modes."""
-        self.require_batch(batch)
-        with nullcontext() if in_its_mode else in_mode(self.network):
-            return self._of(batch)
+    def of(self, batch: Any) -> tuple[Tensor, PyTree]:
+        """Return the loss of a batch and its aux, with the module's current weights; in eval mode if a metric runs."""
+        with in_mode(self.network):
+            return self.of_current(batch)
 
-    def _of(self, batch: Any) -> tuple[Tensor, PyTree]:
+    def of_current(self, batch: Any) -> tuple[Tensor, PyTree]:
+        """Return the loss of a batch and its aux, with the module's current weights and modes."""
+        self.require_batch(batch)
         if self.forward is not None:
             returned = self.forward(self.module, batch)
             return returned if is_pair(returned) else (returned, None)

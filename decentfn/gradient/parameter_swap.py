@@ -134,7 +134,7 @@ def to_evaluate(
                 holder[key] = value
             for name, b in moving.items():
                 b.copy_(buffers[name])
-            return loss_fn.of(batch, in_its_mode=True)
+            return loss_fn.of_current(batch)
 
         yield loss_of
     loss_fn.require_in_place(name for name in params if name in given and given[name] is not params[name])

@@ -60,7 +60,7 @@ class Gradient(NamedTuple):
 
     def move(self, u: Buckets, opt: PyTree, old: PyTree) -> tuple[Buckets, PyTree]:
         """Return the update and the new state; 0 and the old state if the gradient is bad or a leaf has none."""
-        if self.used is None and self.good is None:
+        if self.used is None and (self.good is None or functorch.holds(self.good)):
             return u, opt
         if (used := self.used) is not None:
             flags = dict(zip(map(id, used.plan.buckets), used, strict=True))

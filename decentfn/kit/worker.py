@@ -350,7 +350,7 @@ def _judged(g: Gradient, together: bool) -> tuple[Tensor, Tensor | None]:
         return all_finite(g.grads), None
     norm = global_norm(g.grads)
     good = all_finite(g.grads) if together else torch.isfinite(norm)
-    context.guarded[-1].skipped.append(~good)
+    context.guarded[-1].updates.append(good)
     return good, norm
 
 
@@ -368,7 +368,7 @@ def good_update(u: Buckets, opt: PyTree, old: PyTree, start: Callable[[], PyTree
 
     good, olds = _all_finite(u, *moments(opt)), moments(old)
     was_good = _all_finite(*olds) if olds else good
-    context.guarded[-1].skipped.append(~gossip.are_finite(list(u)))
+    context.guarded[-1].updates.append(gossip.are_finite(list(u)))
 
     def settle(node: Buckets, new: Buckets, old: Buckets, first: Buckets) -> Buckets:
         return where(good, new, where(was_good, old, first)) if [b.shape for b in new] == shapes else node

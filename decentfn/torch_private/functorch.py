@@ -69,7 +69,7 @@ def holds(condition: Tensor) -> bool:
         return False
     while is_batched(condition):
         condition = all_rows(condition, condition)
-    return type(condition) is Tensor and bool(condition.all())
+    return type(condition) is Tensor and bool(condition.all() if condition.dim() else condition)
 
 
 def are_equal(x: Tensor, y: Tensor) -> bool:

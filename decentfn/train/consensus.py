@@ -337,7 +337,8 @@ def _rows(call: str, state: Any, tree: PyTree) -> Sequence[Tensor]:
 
 def _mean(bucket: Tensor) -> Tensor:
     """Average over the workers here (the first of two axes, if there are two) and over all processes."""
-    return collectives.process_mean(bucket.reshape(-1, bucket.shape[-1]).mean(0))
+    rows = bucket.view(-1, bucket.shape[-1])
+    return collectives.process_mean(rows.mean(0) if len(rows) > 1 else rows[0])
 
 
 def _buckets(state: Any, *, of_runs: bool = False) -> Buckets:

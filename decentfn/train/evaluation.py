@@ -150,19 +150,17 @@ def _sums(
             for lend, total in zip(lenders, totals, strict=True):
                 with lend() as of:
                     for batch, size in part:
-                        with _evaluating():
-                            value = of(batch)
+                        value = _evaluating(of, batch)
                         for name, x in _values(call, value).items() if size else ():
                             already, seen = total.get(name, (0, 0))
                             total[name] = already + size * x, seen + size
     return [{name: [float(x), float(n)] for name, (x, n) in total.items()} for total in totals]
 
 
-@contextmanager
-def _evaluating() -> Iterator[None]:
+def _evaluating(function: Callable[..., Any], argument: Any) -> Any:
     context.evaluates = True
     try:
-        yield
+        return function(argument)
     finally:
         context.evaluates = False
 
@@ -180,8 +178,7 @@ def _of_replicas(metric: Callable[..., Any], replicas: list[_Replica]) -> Iterat
         yield [partial(nullcontext, of) for of in functions]
         return
     with ExitStack() as stack:
-        with _evaluating():
-            with_weights = stack.enter_context(swapping(metric))
+        with_weights = _evaluating(stack.enter_context, swapping(metric))
         yield [partial(with_weights, *replica) for replica in replicas]
 
 
@@ -274,7 +271,7 @@ def _size(call: str, samples: _Count | None, batch: Any) -> int:
     return sizes.pop()
 
 
-def _values(call: str, value: Any) -> dict[str, Tensor]:
+def _values(call: str, value: Any) -> dict[str, float | Tensor]:
     value = value[0] if is_pair(value) else value
     values = dict(value) if isinstance(value, Mapping) else {"": value}
     for name, x in values.items():
@@ -285,7 +282,7 @@ def _values(call: str, value: Any) -> dict[str, Tensor]:
                 f"{call}(metric): it returned {got}; a metric returns the mean over the batch's samples, a 0-d real "
                 "tensor or a number, or a dict of them by name."
             )
-        values[name] = x.double()
+        values[name] = float(x) if x.device.type == "cpu" else x.double()  # which waits for no GPU
     return values
 
 

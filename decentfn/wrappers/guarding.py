@@ -75,13 +75,13 @@ def guard(algorithm: Algorithm, limit: int = 20) -> Algorithm:
         assert counts is not None
         with gossip.guarded() as noted:
             new, metrics = one(old, batch, t)
-        noted.skipped.extend(
-            (is_finite(before) & ~is_finite(after)).any()  # a mask of -inf is intended
+        noted.updates.extend(
+            (is_finite(after) | ~is_finite(before)).all()  # a mask of -inf is intended
             for before, after in zip(trees.leaves(old.buffers), trees.leaves(new.buffers), strict=True)
             if after.is_floating_point() or after.is_complex()
         )
-        skipped, replaced = _any(noted.skipped, counts.skipped), _any(noted.replaced, counts.skipped)
-        streak = torch.where(skipped | replaced, counts.in_a_row + 1, torch.zeros_like(counts.in_a_row))
+        skipped, replaced = (_is_bad(checks, counts.skipped) for checks in noted)
+        streak = (counts.in_a_row + 1) * (skipped | replaced)
         counts = Guarded(counts.skipped + skipped, counts.replaced + replaced, streak)
         return _with(_finite(new, old), counts), metrics._replace(guard=trees.map(torch.clone, counts))
 
@@ -103,10 +103,10 @@ def _with(state: State, counts: Guarded | None) -> State:
     return state._replace(local=state.local._replace(guard=counts))
 
 
-def _any(claims: Sequence[Tensor], like: Tensor) -> Tensor:
-    if not claims:
+def _is_bad(checks: Sequence[Tensor], like: Tensor) -> Tensor:
+    if not checks:
         return torch.zeros_like(like, dtype=torch.bool)
-    return ~everywhere_within_worker(~torch.stack(list(claims)).any(), collectives.processes_per_worker())
+    return ~everywhere_within_worker(torch.stack(list(checks)).all(), collectives.processes_per_worker())
 
 
 def _finite(new: State, old: State) -> State:

@@ -24,18 +24,19 @@ from decentfn.core import buckets
 from decentfn.core.buckets import Buckets
 from decentfn.core.context import context
 from decentfn.core.scalars import once
+from decentfn.torch_private import functorch
 
 
 class Noted(NamedTuple):
-    """Bad values found in a step: 0-d bools, one for each check."""
+    """Checks of a step: 0-d bools, False if a value was bad."""
 
-    skipped: list[Tensor]  # a gradient or an update was bad
-    replaced: list[Tensor]  # a message of this worker was bad
+    updates: list[Tensor]  # of a gradient, an update or a buffer
+    messages: list[Tensor]  # of a message of this worker
 
 
 @contextmanager
 def guarded() -> Iterator[Noted]:
-    """Context in which messages and gradients are checked, and bad ones are noted."""
+    """Context in which messages and gradients are checked, which is noted."""
     noted = Noted([], [])
     context.guarded.append(noted)
     try:
@@ -63,9 +64,9 @@ def are_finite(x: Iterable[Tensor]) -> Tensor:
 
 
 def judged(sent: Iterable[Tensor]) -> Tensor:
-    """Return True (0-d bool) if this worker's message is finite; note a bad one."""
+    """Return True (0-d bool) if this worker's message is finite, and note it."""
     good = are_finite(sent)
-    context.guarded[-1].replaced.append(~good)
+    context.guarded[-1].messages.append(good)
     return good
 
 
@@ -81,15 +82,22 @@ def post_flags(good: Tensor, row: collectives.Row) -> Flags:
     return Flags(good, inbox, collectives.group_mean(flag, row) if row.topology.has_groups else None)
 
 
-def hear(flags: Flags, row: collectives.Row) -> tuple[collectives.Row, Tensor | None]:
-    """Wait for the flags; return the row without bad messages (NaN weights if none is good), and the means' factor."""
+def hear(flags: Flags, row: collectives.Row) -> tuple[Flags | None, collectives.Row, Tensor | None]:
+    """Wait for the flags; return the row without bad messages (NaN weights if none is good), and the means' factor.
+
+    Where all messages are known to be good, these are the row itself and no flags.
+    """
     good, weights, mean_weight = flags.own, row.weights, row.mean_weight
-    others, scale = weights[1:], None
+    others, count, scale = weights[1:], None, None
     if flags.inbox is not None:
         others = others * collectives.wait(flags.inbox)[:, 0].to(weights.dtype)
-    share = others.sum()
     if flags.mean is not None and mean_weight is not None:
         count = torch.round(collectives.wait(flags.mean)[0] * row.group_size).to(weights.dtype)
+    are_others = functorch.holds(good) and functorch.holds(others == weights[1:])
+    if are_others and (count is None or functorch.holds(count == row.group_size)):
+        return None, row, None
+    share = others.sum()
+    if count is not None and mean_weight is not None:
         scale = once(row.group_size / count.clamp(min=1))
         mean_weight = torch.where(count > 0, mean_weight, torch.zeros_like(mean_weight))
         share = share + mean_weight
@@ -99,7 +107,7 @@ def hear(flags: Flags, row: collectives.Row) -> tuple[collectives.Row, Tensor | 
     if mean_weight is not None:
         mean_weight = torch.where(good, mean_weight, mean_weight / share)
     given = torch.cat([row.given, (weights[0] - new[0])[None]])  # the share of a bad worker stays here
-    return row._replace(weights=new, mean_weight=mean_weight, given=given), scale
+    return flags, row._replace(weights=new, mean_weight=mean_weight, given=given), scale
 
 
 def unless_bad(x: Buckets, other: Callable[[], Buckets]) -> Buckets:

@@ -64,7 +64,7 @@ def post(
     if collectives.rests(row.topology) and x.tensors[0].dim() == 1 and not context.guarded:
         return Posted(x, sent, (), (), row, {})
     if good is not None:
-        context.guarded[-1].replaced.append(~good)
+        context.guarded[-1].messages.append(good)
     elif context.guarded:
         good = guarding.judged(sent)
     messages = means = ()
@@ -142,7 +142,7 @@ def repaired(posted: Posted, x: Buckets, mix: Buckets | None = None) -> Buckets:
         x: buckets of the same plan.
         mix: the neighbors' mix, if it is not `collect(posted)`.
     """
-    if posted.flags is None:
+    if posted.flags is None or functorch.holds(posted.flags.own):
         return x
     return where(posted.flags.own, x, cast_like(collect(posted) if mix is None else mix, x))
 
@@ -154,8 +154,8 @@ def with_flags(posted: Posted, after: Iterable[Tensor] = ()) -> Posted:
         return posted
     if "flags" not in posted.landed:
         posted.landed["flags"] = guarding.hear(posted.flags, posted.row)
-    row, scale = posted.landed["flags"]
-    return posted._replace(row=row, scale=scale)
+    flags, row, scale = posted.landed["flags"]
+    return posted._replace(flags=flags, row=row, scale=scale)
 
 
 def arrived(posted: Posted, otherwise: Sequence[Tensor], *, after: Iterable[Tensor] = ()) -> list[Tensor]:

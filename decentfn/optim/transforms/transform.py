@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from abc import ABC
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,8 +46,7 @@ class MaskedTransform(Transform):
     """True for this library's, whose updates read no old state after they have written over it (`buckets.into`)."""
 
 
-@runtime_checkable
-class Averaging(Protocol):
+class Averaging(ABC):
     """State of an optimizer that trains at other parameters, of this plan, than one evaluates (`df.params`, ...).
 
     `evaluated(x, back)` returns one worker's parameters to evaluate, from those to train; `back`: the latter from the former.
@@ -54,6 +54,10 @@ class Averaging(Protocol):
 
     plan: Plan
     evaluated: Callable[[Buckets, bool], Buckets]
+
+    @classmethod
+    def __subclasshook__(cls, kind: type) -> bool:
+        return hasattr(kind, "evaluated") and hasattr(kind, "plan")
 
 
 def _declared(
