@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from decentfn.comm import collectives
-from decentfn.core import trees
+from decentfn.core import Numbers, PyTree, trees
 from decentfn.core.buckets import Mask, Plan
-from decentfn.core.scalars import Numbers
-from decentfn.core.trees import PyTree
 from decentfn.errors import PlanMismatch
 from decentfn.topologies import Topology
 

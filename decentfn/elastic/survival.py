@@ -19,10 +19,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from decentfn.comm import collectives
 from decentfn.comm.collectives import World
+from decentfn.core import PyTree, as_step, brief, brief_error
 from decentfn.core.buckets import Buckets
-from decentfn.core.formatting import brief, brief_error
-from decentfn.core.scalars import as_step
-from decentfn.core.trees import PyTree
 from decentfn.elastic import connections, joining
 from decentfn.elastic.generation import Generation, Members, awaited_run, begin, generation_of, go_on
 from decentfn.elastic.liveness import Liveness

@@ -14,11 +14,8 @@ import torch
 from torch import Tensor
 
 from decentfn.comm import collectives
-from decentfn.core import trees
-from decentfn.core.arguments import require
+from decentfn.core import PyTree, brief_error, require, trees
 from decentfn.core.context import context
-from decentfn.core.formatting import brief_error
-from decentfn.core.trees import PyTree
 from decentfn.kit.step import Step
 
 MODE = "reduce-overhead"

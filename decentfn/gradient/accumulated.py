@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentfn.core import trees
+from decentfn.core import PyTree, brief, trees
 from decentfn.core.buckets import Buckets, wide
-from decentfn.core.formatting import brief
-from decentfn.core.trees import PyTree
 from decentfn.gradient.loss import LossFn, WrappedLoss, require_loss
 from decentfn.gradient.result import Gradient, gradient_of
 from decentfn.gradient.scaled import DynamicLossScale

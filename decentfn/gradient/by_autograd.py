@@ -15,14 +15,10 @@ import torch
 from torch import Tensor
 
 from decentfn.comm.collectives import world
-from decentfn.core import trees
+from decentfn.core import PyTree, batches_of, brief, by_handle, handle_of, trees
 from decentfn.core.buckets import Buckets, Plan
 from decentfn.core.context import context
-from decentfn.core.formatting import brief
-from decentfn.core.handles import by_handle, handle_of
 from decentfn.core.scalars import operator, sent
-from decentfn.core.stacking import batches_of
-from decentfn.core.trees import PyTree
 from decentfn.gradient.accumulated import Accumulated, stacked
 from decentfn.gradient.backward import Layout, backward
 from decentfn.gradient.loss import LossFn, WrappedLoss, require_loss, unwrapped

@@ -9,12 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn.core import trees
+from decentfn.core import PyTree, brief, by_handle, handle_of, trees
 from decentfn.core.buckets import sum_within_worker
-from decentfn.core.formatting import brief
-from decentfn.core.handles import by_handle, handle_of
 from decentfn.core.scalars import operator, sent
-from decentfn.core.trees import PyTree
 from decentfn.gradient.result import Gradient
 from decentfn.torch_private.autograd import surroundings
 

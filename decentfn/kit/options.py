@@ -8,9 +8,8 @@ from typing import Any, TypedDict
 
 import torch
 
-from decentfn.core.arguments import no_such_argument, require
+from decentfn.core import brief, no_such_argument, require
 from decentfn.core.buckets import Buckets, require_bucket_mb
-from decentfn.core.formatting import brief
 from decentfn.gradient import LossFn, require_loss
 from decentfn.optim.transforms.transform import require_descent, require_pair, wants_mix
 from decentfn.topologies import Topology

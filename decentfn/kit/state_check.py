@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 
-from decentfn.core import trees
+from decentfn.core import PyTree, as_step, trees
 from decentfn.core.buckets import Buckets
-from decentfn.core.scalars import as_step
-from decentfn.core.trees import PyTree
 from decentfn.gradient import LossFn, require_batch, require_inputs, require_module_unchanged
 from decentfn.kit.state import Metrics, State
 from decentfn.torch_private import functorch

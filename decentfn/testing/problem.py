@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentfn.core import trees
-from decentfn.core.trees import PyTree
+from decentfn.core import PyTree, trees
 
 BUCKET_MB = 0.002
 """Small, but the leaves of each dtype fit one bucket."""

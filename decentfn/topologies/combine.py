@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from decentfn.core import draws
-from decentfn.core.arguments import checks_numbers, require, require_at_most, whole_number
+from decentfn.core import checks_numbers, draws, require, require_at_most, whole_number
 from decentfn.topologies.construct import idle
 from decentfn.topologies.drawn import from_rounds, like
 from decentfn.topologies.graphs import complete

@@ -11,8 +11,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from decentfn.core.arguments import MOST_WORKERS, array, checks_numbers, real, require, require_at_most, whole_number
-from decentfn.core.formatting import brief
+from decentfn.core import MOST_WORKERS, array, brief, checks_numbers, real, require, require_at_most, whole_number
 from decentfn.topologies.matrices import edge_colors, weighted_permutations
 from decentfn.topologies.rounds import Edge, Topology, check
 

@@ -7,8 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from decentfn.core import draws
-from decentfn.core.arguments import checks_numbers, require
+from decentfn.core import checks_numbers, draws, require
 from decentfn.topologies.construct import alone
 from decentfn.topologies.drawn import from_draw, from_rounds
 from decentfn.topologies.registry import register_topology

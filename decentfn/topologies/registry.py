@@ -9,8 +9,7 @@ from contextlib import suppress
 from functools import partial, wraps
 from typing import Any, TypeVar
 
-from decentfn.core.arguments import MOST_WORKERS, checks_numbers, require, require_at_most, whole_number
-from decentfn.core.formatting import brief
+from decentfn.core import MOST_WORKERS, brief, checks_numbers, require, require_at_most, whole_number
 from decentfn.topologies.rounds import Topology
 
 _registry: dict[str, Callable[..., Topology]] = {}

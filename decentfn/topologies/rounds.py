@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn.core.arguments import checks_numbers, require
-from decentfn.core.formatting import brief
-from decentfn.core.handles import handle_of
+from decentfn.core import brief, checks_numbers, handle_of, require
 from decentfn.core.scalars import sent
 
 if TYPE_CHECKING:

@@ -14,11 +14,8 @@ from torch import Tensor
 
 from decentfn.comm import collectives
 from decentfn.comm.fingerprint import compare, digest, require_equal, require_equal_rows
-from decentfn.core import trees
-from decentfn.core.arguments import checks_numbers, require
+from decentfn.core import PyTree, checks_numbers, over_workers, require, trees
 from decentfn.core.buckets import Buckets, Plan, counted_once, each, part_of, sum_within_worker, wide
-from decentfn.core.stacking import over_workers
-from decentfn.core.trees import PyTree
 from decentfn.errors import ReplicaMismatch
 from decentfn.kit.state import Metrics, State, restarted
 from decentfn.optim.transforms.transform import Averaging

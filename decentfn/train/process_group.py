@@ -18,8 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from decentfn import sharded
 from decentfn.comm import collectives
 from decentfn.comm.collectives import World
-from decentfn.core.arguments import checks_numbers, real, require
-from decentfn.core.formatting import brief, brief_error, warn
+from decentfn.core import brief, brief_error, checks_numbers, real, require, warn
 from decentfn.elastic.joining import versions, wait_for_run
 from decentfn.engine.memory import keep_freed_memory
 from decentfn.errors import ExchangeTimeout, PlanMismatch

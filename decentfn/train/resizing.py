@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from decentfn.comm import collectives
-from decentfn.core import trees
+from decentfn.core import PyTree, trees
 from decentfn.core.buckets import Buckets, Plan, cast_like, is_finite, with_own
-from decentfn.core.trees import PyTree
 from decentfn.engine.simulation import stack
 from decentfn.errors import NonFinite
 from decentfn.kit.state import State, restarted

@@ -10,9 +10,7 @@ from torch import Tensor, nn
 
 from decentfn import sharded
 from decentfn.comm import collectives
-from decentfn.core import trees
-from decentfn.core.arguments import checks_numbers
-from decentfn.core.formatting import brief
+from decentfn.core import brief, checks_numbers, trees
 from decentfn.gradient.parameter_swap import entries_of, lock_of_module, weights
 from decentfn.kit.state import State
 from decentfn.train.collective_calls import on_all

@@ -9,11 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn.core import trees
-from decentfn.core.arguments import checks_numbers
+from decentfn.core import PyTree, brief, checks_numbers, trees
 from decentfn.core.buckets import Buckets, cast_like, copy_wide, each
-from decentfn.core.formatting import brief
-from decentfn.core.trees import PyTree
 from decentfn.kit.state import Local, Metrics, State, kept, restarted
 from decentfn.kit.state_check import kind_of
 from decentfn.kit.step import Algorithm, require_bare

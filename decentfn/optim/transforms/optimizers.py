@@ -10,9 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn.core.arguments import checks_numbers, require
+from decentfn.core import checks_numbers, once, require
 from decentfn.core.buckets import Buckets, Mask, each, into, zeros_like
-from decentfn.core.scalars import once
 from decentfn.optim.transforms.basic import (
     Scalar,
     add_decayed_weights,

@@ -8,11 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn.core import trees
-from decentfn.core.arguments import checks_numbers, require
+from decentfn.core import Numbers, PyTree, checks_numbers, once, require, trees
 from decentfn.core.buckets import Mask, wide
-from decentfn.core.scalars import Numbers, once
-from decentfn.core.trees import PyTree
 from decentfn.optim.orthogonalize import orthogonalize
 from decentfn.optim.transforms.basic import (
     RateState,
