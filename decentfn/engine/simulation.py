@@ -162,8 +162,6 @@ def worker(state: PyTree, i: int) -> PyTree:
     """
     is_one = is_state(state) and state.params[0].dim() == 1
     held = 0 if is_one else min((leaf.shape[0] if leaf.dim() else 0 for leaf in trees.leaves(state)), default=0)
-    if not -held <= i < held:
-        raise ValueError(
-            f"worker(state, {i}): the state has {held} workers here, from 0; a state that is not stacked has none."
-        )
+    rule = f"the state has {held} workers here, from 0; a state that is not stacked has none."
+    require(-held <= i < held, f"worker(state, {i})", rule)
     return trees.map(lambda leaf: leaf[i].clone(), state)

@@ -47,10 +47,8 @@ def require_arguments(
     require_loss("loss_fn", loss_fn)
     require_pair("optimizer", optimizer)
     require_descent(optimizer)
-    if not isinstance(topology, Topology):
-        raise ValueError(
-            f"topology={brief(topology)}: expected a Topology, for example df.topology('ring', num_workers=4)."
-        )
+    rule = "expected a Topology, for example df.topology('ring', num_workers=4)."
+    require(isinstance(topology, Topology), f"topology={brief(topology)}", rule)
     require_names("Worker", options)
     require_bucket_mb(options.get("bucket_mb", DEFAULTS["bucket_mb"]))
     wire_dtype = options.get("wire_dtype")

@@ -133,8 +133,7 @@ def from_groups(name: str, phases: Sequence[Sequence[Edge]], num_workers: int) -
 def _edge(name: str, edge: Edge | tuple[Sequence[int], float | None]) -> tuple[list[int], float]:
     is_pair = len(_require_listed(name, "an edge", edge)) == 2
     is_edge = is_pair and len(_require_listed(name, "an edge's workers", edge[0])) > 0
-    if not is_edge:
-        raise ValueError(f"{name}: the edge {brief(edge)} is not Edge(ranks, weight), of one rank at least.")
+    require(is_edge, name, f"the edge {brief(edge)} is not Edge(ranks, weight), of one rank at least.")
     ranks, weight = [whole_number(name, "ranks", rank) for rank in edge[0]], edge[1]
     weight = 1 / len(ranks) if weight is None else real(name, "weight", weight)
     is_share = 0 <= weight <= 1 and (len(ranks) > 1 or weight == 1)

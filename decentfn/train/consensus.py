@@ -59,11 +59,8 @@ def with_params(state: Any, params: PyTree) -> Any:
     ]
     given = [(name, leaf.shape, leaf.dtype) for name, leaf in trees.named_leaves(params)]
     for want, got in itertools.zip_longest(expected, given):
-        if want != got:
-            raise ValueError(
-                f"with_params(state, params): found {got} where the state has {want} (name, shape, dtype); pass a tree "
-                "like df.params(state)."
-            )
+        rule = f"found {got} where the state has {want} (name, shape, dtype); pass a tree like df.params(state)."
+        require(want == got, "with_params(state, params)", rule)
     new = x.plan.lay_out(params, workers=tuple(x[0].shape[:-1]))
     new = Buckets([new.to(old.device) for new, old in zip(new, x, strict=True)], x.plan)
     if x.plan.starts_equal:
@@ -339,10 +336,8 @@ def _mean(bucket: Tensor) -> Tensor:
 
 def _buckets(state: Any, *, of_runs: bool = False) -> Buckets:
     found = getattr(state, "params", None)
-    if not isinstance(found, Buckets):
-        raise ValueError(
-            f"{type(state).__name__} is not a training state: expected a `.params` of buckets, from init(params)."
-        )
+    rule = "expected a `.params` of buckets, from init(params)."
+    require(isinstance(found, Buckets), f"{type(state).__name__} is not a training state", rule)
     if found[0].dim() > 2 and not of_runs:
         raise ValueError("the state is that of several runs (df.sweep); take one of them, df.worker(states, r).")
     collectives.require_workers_of(found.plan.processes)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn.core import PyTree, brief, checks_numbers, trees
+from decentfn.core import PyTree, brief, checks_numbers, require, trees
 from decentfn.core.buckets import Buckets, cast_like, copy_wide, each
 from decentfn.kit.state import Local, Metrics, State, kept, restarted
 from decentfn.kit.state_check import kind_of
@@ -47,8 +47,7 @@ def ema(algorithm: Algorithm, decay: float = 0.999) -> Algorithm:
     Source: torch.optim.swa_utils.get_ema_multi_avg_fn.
     """
     require_bare("ema", algorithm)
-    if not 0 <= decay < 1:
-        raise ValueError(f"ema(decay={brief(decay)}): the decay lies in [0, 1); 0.999 is usual.")
+    require(0 <= decay < 1, f"ema(decay={brief(decay)})", "the decay lies in [0, 1); 0.999 is usual.")
     init, step = algorithm
     one = step.run
 
