@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from decentfn.comm import collectives
-from decentfn.core import PyTree, brief_error, require, trees
-from decentfn.core.context import context
+from decentfn.core import PyTree, brief_error, context, require, trees
 from decentfn.kit.step import Step
 
 MODE = "reduce-overhead"

@@ -10,10 +10,8 @@ from torch import Tensor
 
 from decentfn.comm import collectives
 from decentfn.comm.fingerprint import require_equal_rows
-from decentfn.core import trees
+from decentfn.core import PyTree, batches_of, over_workers, require_rows, trees
 from decentfn.core.arguments import MOST_WORKERS, checks_numbers, require, require_at_most
-from decentfn.core.stacking import batches_of, over_workers, require_rows
-from decentfn.core.trees import PyTree
 from decentfn.engine.memory import device_memory, keep_freed_memory
 from decentfn.gradient.side_channel import SideChannel
 from decentfn.kit.state_check import is_state

@@ -11,12 +11,8 @@ from torch import Tensor
 from torch.func import vmap
 
 from decentfn.comm import collectives
-from decentfn.core import trees
+from decentfn.core import PyTree, brief, context, on_leaves, require_first, trees
 from decentfn.core.arguments import MOST_WORKERS, checks_numbers, require, require_at_most
-from decentfn.core.context import context
-from decentfn.core.formatting import brief
-from decentfn.core.stacking import on_leaves, require_first
-from decentfn.core.trees import PyTree
 from decentfn.kit.state_check import lines_of
 from decentfn.kit.step import Step
 

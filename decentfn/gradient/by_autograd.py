@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from decentfn.comm.collectives import world
-from decentfn.core import PyTree, batches_of, brief, by_handle, handle_of, require, trees
+from decentfn.core import PyTree, batches_of, brief, by_handle, context, handle_of, operator, require, sent, trees
 from decentfn.core.buckets import Buckets, Plan
-from decentfn.core.context import context
-from decentfn.core.scalars import operator, sent
 from decentfn.gradient.accumulated import Accumulated, stacked
 from decentfn.gradient.backward import Layout, backward
 from decentfn.gradient.loss import LossFn, WrappedLoss, require_loss, unwrapped

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn.core import PyTree, brief, by_handle, handle_of, trees
+from decentfn.core import PyTree, brief, by_handle, handle_of, operator, sent, trees
 from decentfn.core.buckets import sum_within_worker
-from decentfn.core.scalars import operator, sent
 from decentfn.gradient.result import Gradient
 from decentfn.torch_private.autograd import surroundings
 

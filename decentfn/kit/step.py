@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from decentfn.comm import collectives
-from decentfn.core import PyTree, as_step, brief, draws, require, trees, warn
+from decentfn.core import PyTree, as_step, brief, context, draws, require, trees, warn
 from decentfn.core.buckets import Buckets, Plan
-from decentfn.core.context import context
 from decentfn.gradient import LossFn, is_by_autograd, tell_of_batch
 from decentfn.gradient.side_channel import with_side_channel
 from decentfn.kit.state_check import left_alone, require_result

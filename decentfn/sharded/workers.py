@@ -8,10 +8,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from decentfn.comm import collectives
+from decentfn.comm.collectives import World
 from decentfn.core import context, require
 
 
-def split_workers(processes_per_worker: int) -> collectives.World:
+def split_workers(processes_per_worker: int) -> World:
     """Make every `processes_per_worker` consecutive ranks one worker and return the world of all; collective."""
     before, size = collectives.all_processes(), processes_per_worker
     rule = "ranks that are threads (df.testing.on_ranks) are a worker each; start processes, with torchrun."

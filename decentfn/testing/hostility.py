@@ -8,8 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from decentfn.core import PyTree, checks_numbers, require
-from decentfn.core.context import context
+from decentfn.core import PyTree, checks_numbers, context, require
 from decentfn.kit.state import Metrics, State
 from decentfn.kit.step import Algorithm, require_bare
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn.core import brief, checks_numbers, handle_of, require
-from decentfn.core.scalars import sent
+from decentfn.core import brief, checks_numbers, handle_of, require, sent
 
 if TYPE_CHECKING:
     from decentfn.topologies.resized import Resized

@@ -16,9 +16,8 @@ from decentfn.comm import collectives
 from decentfn.comm.gossip.guarding import are_finite
 from decentfn.comm.gossip.plain import Posted, coarse, inbox_of, own_gamma, post, with_flags
 from decentfn.compressors import Compressor, Key, identity
+from decentfn.core import context, once, rounded
 from decentfn.core.buckets import BucketPlan, Buckets, add, each, loose, wide
-from decentfn.core.context import context
-from decentfn.core.scalars import once, rounded
 from decentfn.topologies import Topology, complete, from_permutations
 from decentfn.topologies.combine import combination
 
