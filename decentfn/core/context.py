@@ -21,6 +21,8 @@ class _Context(threading.local):
             None  # in an eager, donated step: not empty once its optimizer has overwritten
         )
         self.overwriting: list[bool] | None = None  # the same, while the optimizer may (`buckets.into`)
+        self.outside: list[Any] | None = None  # the running step's values outside the graph (`gradient.side_channel`)
+        self.dispatching: tuple[Any, Any] | None = None  # state of PyTorch's dispatcher at that step's call
         self.evaluates = False  # a metric runs, with modules in eval mode (`df.evaluate`)
         # The number of simulated workers, and of those in a chunk (`stacking.over_workers`).
         self.chunks: tuple[int, int] | None = None
