@@ -14,7 +14,7 @@ from decentfn.core.arguments import (
     whole_number,
 )
 from decentfn.core.context import context
-from decentfn.core.formatting import brief, brief_error, warn
+from decentfn.core.formatting import brief, brief_error, first_difference, warn
 from decentfn.core.handles import by_handle, handle_of
 from decentfn.core.scalars import Numbers, as_step, number_on, of_step, once, operator, rounded, sent
 from decentfn.core.stacking import batches_of, on_leaves, over_workers, refuse_random, require_first, require_rows

@@ -5,7 +5,6 @@ They accept the state of one worker (collective under a process group) or a stac
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from decentfn.comm import collectives
 from decentfn.comm.fingerprint import compare, digest, require_equal, require_equal_rows
-from decentfn.core import PyTree, checks_numbers, over_workers, require, trees
+from decentfn.core import PyTree, checks_numbers, first_difference, over_workers, require, trees
 from decentfn.core.buckets import Buckets, Plan, counted_once, each, part_of, sum_within_worker, wide
 from decentfn.errors import ReplicaMismatch
 from decentfn.kit.state import Metrics, State, restarted
@@ -58,9 +57,10 @@ def with_params(state: Any, params: PyTree) -> Any:
         for name, leaf in trees.named_leaves(x.plan.without_values(x[0].shape[:-1]).tree())
     ]
     given = [(name, leaf.shape, leaf.dtype) for name, leaf in trees.named_leaves(params)]
-    for want, got in itertools.zip_longest(expected, given):
+    if given != expected:
+        got, want = first_difference(given, expected)
         rule = f"found {got} where the state has {want} (name, shape, dtype); pass a tree like df.params(state)."
-        require(want == got, "with_params(state, params)", rule)
+        raise ValueError(f"with_params(state, params): {rule}")
     new = x.plan.lay_out(params, workers=tuple(x[0].shape[:-1]))
     new = Buckets([new.to(old.device) for new, old in zip(new, x, strict=True)], x.plan)
     if x.plan.starts_equal:
