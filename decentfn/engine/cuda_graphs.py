@@ -6,8 +6,8 @@ copied into buffers, and operators read what depends on t from a `StepInputs`, f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -122,14 +122,9 @@ class StepInputs:
     def __init__(self) -> None:
         self._memory: dict[tuple[Callable[..., Tensor], torch.device], Tensor] = {}
 
-    @contextmanager
-    def reading(self) -> Iterator[None]:
+    def reading(self) -> AbstractContextManager[None]:
         """Context in which `of_step` reads from this memory."""
-        outer, context.inputs = context.inputs, self
-        try:
-            yield
-        finally:
-            context.inputs = outer
+        return context.having(inputs=self)
 
     def read(self, function: Callable[..., Tensor], t: Tensor, device: torch.device) -> Tensor:
         """Return the memory's content for this function and device; the first call computes it for step t."""

@@ -37,20 +37,17 @@ _BATCH = SideChannel(torch.zeros((), dtype=torch.int64))  # batch of the step, w
 
 def put(value: Any) -> int:
     """Keep a value until the step ends; return its number."""
-    assert context.outside is not None
     context.outside.append(value)
     return len(context.outside) - 1
 
 
 def value(number: Tensor) -> Any:
     """Return the value with this number, in this thread and step."""
-    assert context.outside is not None
     return context.outside[int(number if number.dim() == 0 else number[0])]
 
 
 def around() -> tuple[Any, Any]:
     """Return the dispatcher's state at the call of the step; see `torch_private.autograd`."""
-    assert context.dispatching is not None
     return context.dispatching
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from decentfn.core import MOST_WORKERS, array, brief, checks_numbers, real, require, require_at_most, whole_number
 from decentfn.topologies.matrices import edge_colors, weighted_permutations
-from decentfn.topologies.rounds import Edge, Topology, check
+from decentfn.topologies.rounds import Edge, Topology, check, noted
 
 MOST_MESSAGES = 64
 """Most messages that a worker of an undirected graph holds at once."""
@@ -242,8 +242,7 @@ def idle(num_workers: int, name: str = "idle") -> Topology:
     require_at_most("idle", MOST_WORKERS, num_workers=num_workers)
     sources, weights = (torch.from_numpy(table)[None] for table in _idle_tables(num_workers))
     made = Topology(name, num_workers, sources, weights, active=torch.tensor([False]))
-    object.__setattr__(made, "family", partial(idle, name=name))
-    return made
+    return noted(made, family=partial(idle, name=name))
 
 
 def alone(name: str) -> Topology:

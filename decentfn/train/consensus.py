@@ -335,7 +335,7 @@ def _mean(bucket: Tensor) -> Tensor:
 
 
 def _buckets(state: Any, *, of_runs: bool = False) -> Buckets:
-    found = getattr(state, "params", None)
+    found: Any = getattr(state, "params", None)
     rule = "expected a `.params` of buckets, from init(params)."
     require(isinstance(found, Buckets), f"{type(state).__name__} is not a training state", rule)
     if found[0].dim() > 2 and not of_runs:

@@ -20,6 +20,7 @@ from decentfn.core import context, once, rounded
 from decentfn.core.buckets import BucketPlan, Buckets, add, each, loose, wide
 from decentfn.topologies import Topology, complete, from_permutations
 from decentfn.topologies.combine import combination
+from decentfn.topologies.rounds import noted
 
 
 class Compressed(NamedTuple):
@@ -113,9 +114,7 @@ def _decoded(compressor: Compressor, message: Tensor, plan: BucketPlan) -> Tenso
 
 def all_to_all(num_workers: int) -> Topology:
     """Topology in which every worker sends to every other in one step: N - 1 messages each."""
-    made = as_messages(complete(num_workers))
-    object.__setattr__(made, "family", all_to_all)
-    return made
+    return noted(as_messages(complete(num_workers)), family=all_to_all)
 
 
 @combination
