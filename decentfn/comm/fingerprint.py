@@ -6,7 +6,6 @@ import hashlib
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from itertools import zip_longest
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -14,10 +13,8 @@ import torch
 from torch import Tensor
 
 from decentfn.comm import collectives
-from decentfn.core import trees
+from decentfn.core import Numbers, PyTree, first_difference, trees
 from decentfn.core.buckets import Mask, Plan
-from decentfn.core.scalars import Numbers
-from decentfn.core.trees import PyTree
 from decentfn.errors import PlanMismatch
 from decentfn.topologies import Topology
 
@@ -123,8 +120,7 @@ def compare(
         first = group[found.index(usual)][0]
         for rank, theirs in group:
             if theirs != usual:
-                pairs = zip_longest(usual, theirs, fillvalue="nothing")
-                one, other = next(pair for pair in pairs if pair[0] != pair[1])
+                one, other = first_difference(usual, theirs)
                 raise PlanMismatch(
                     f"{call}: ranks disagree. {_name(first, size)} has {one!r}, {_name(rank, size).lower()} has {other!r}; {rule}.",
                     process=here,

@@ -1,1 +1,21 @@
-"""Foundations of the package: trees, buckets, scalars, numbers, random draws, formatting."""
+"""Foundations of the package: trees, buckets, scalars, numbers, random draws, formatting. The room imports what others use of it."""
+
+from decentfn.core.arguments import (
+    MOST_WORKERS,
+    array,
+    at_least,
+    bind,
+    checks_numbers,
+    no_such_argument,
+    plain,
+    real,
+    require,
+    require_at_most,
+    whole_number,
+)
+from decentfn.core.context import context
+from decentfn.core.formatting import brief, brief_error, first_difference, warn
+from decentfn.core.handles import by_handle, handle_of
+from decentfn.core.scalars import Numbers, as_step, number_on, of_step, once, operator, rounded, sent
+from decentfn.core.stacking import batches_of, on_leaves, over_workers, refuse_random, require_first, require_rows
+from decentfn.core.trees import PyTree

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -21,6 +23,8 @@ class _Context(threading.local):
             None  # in an eager, donated step: not empty once its optimizer has overwritten
         )
         self.overwriting: list[bool] | None = None  # the same, while the optimizer may (`buckets.into`)
+        self.outside: Any = None  # the running step's values outside the graph (`gradient.side_channel`)
+        self.dispatching: Any = None  # state of PyTorch's dispatcher at that step's call
         self.evaluates = False  # a metric runs, with modules in eval mode (`df.evaluate`)
         # The number of simulated workers, and of those in a chunk (`stacking.over_workers`).
         self.chunks: tuple[int, int] | None = None
@@ -28,6 +32,16 @@ class _Context(threading.local):
         self.hostile: list[Any] = []  # what hostile workers send, the innermost last (`decentfn.testing.hostile`)
         self.runs: list[Any] = []  # number, 0-d int64, and count of the runs of a sweep (`df.sweep`)
         self.guarded: list[Any] = []  # notes of the guarded steps, the innermost last (`gossip.guarded`)
+
+    @contextmanager
+    def having(self, **fields: Any) -> Iterator[None]:
+        """Context in which these fields have these values; not for traced code."""
+        before = {name: getattr(self, name) for name in fields}
+        vars(self).update(fields)
+        try:
+            yield
+        finally:
+            vars(self).update(before)
 
 
 context = _Context()

@@ -5,6 +5,9 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
 
 _LONGEST, _LONGEST_ERROR = 60, 300
 
@@ -31,6 +34,11 @@ def brief_error(error: BaseException) -> str:
     first = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]).rstrip(".")
     first = first if len(first) <= _LONGEST_ERROR else f"{first[: _LONGEST_ERROR - 3]}..."
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def first_difference(one: Sequence[Any], other: Sequence[Any]) -> tuple[Any, Any]:
+    """Return the first elements in which two unequal lists differ; "nothing" is where one has ended."""
+    return next(pair for pair in zip_longest(one, other, fillvalue="nothing") if pair[0] != pair[1])
 
 
 def warn(message: str) -> None:

@@ -24,9 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 import decentfn
 from decentfn.comm.collectives import Channels, World
 from decentfn.comm.fingerprint import as_bytes
-from decentfn.core import trees
-from decentfn.core.arguments import require
-from decentfn.core.formatting import brief_error
+from decentfn.core import brief_error, require, trees
 from decentfn.elastic.generation import Generation, Members, generation_of
 from decentfn.elastic.liveness import Liveness
 from decentfn.elastic.roll_call import POLL_S, Decision

@@ -19,10 +19,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from decentfn.comm import collectives
 from decentfn.comm.collectives import World
+from decentfn.core import PyTree, as_step, brief, brief_error
 from decentfn.core.buckets import Buckets
-from decentfn.core.formatting import brief, brief_error
-from decentfn.core.scalars import as_step
-from decentfn.core.trees import PyTree
 from decentfn.elastic import connections, joining
 from decentfn.elastic.generation import Generation, Members, awaited_run, begin, generation_of, go_on
 from decentfn.elastic.liveness import Liveness
@@ -73,11 +71,9 @@ def survive(step: Step | Callable[..., Any], *, patience: timedelta = timedelta(
     >>> step(torch.ones(2), torch.ones(2), 3)
     (tensor([4., 4.]), tensor(2.))
     """
-    if not callable(step):
-        raise ValueError(f"survive({brief(step)}): expected a step; init, step = df.adapt_while_communicate(...).")
     if not isinstance(patience, timedelta) or patience <= timedelta(0):
         raise ValueError(f"survive(patience={brief(patience)}): a positive datetime.timedelta.")
-    step, here = Step.of(step), collectives.world()
+    step, here = Step.of(step, "survive"), collectives.world()
     step.require_common_steps("survive(step)")
     _require_pure(step)
     _require_kind(here)

@@ -7,11 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentfn.core import trees
+from decentfn.core import PyTree, brief_error, over_workers, refuse_random, trees
 from decentfn.core.buckets import Buckets
-from decentfn.core.formatting import brief_error
-from decentfn.core.stacking import over_workers, refuse_random
-from decentfn.core.trees import PyTree
 from decentfn.gradient import DynamicLossScale, evaluate
 from decentfn.kit.state_check import is_state, kind_of
 from decentfn.kit.step import Step

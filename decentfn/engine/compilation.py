@@ -15,10 +15,7 @@ import torch
 from torch import Tensor
 
 from decentfn.comm import collectives
-from decentfn.core import trees
-from decentfn.core.arguments import require
-from decentfn.core.context import context
-from decentfn.core.trees import PyTree
+from decentfn.core import PyTree, context, require, trees
 from decentfn.engine import cache as compile_cache
 from decentfn.engine.advice import explain
 from decentfn.engine.cuda_graphs import MODE, cuda_recorder, on_device, replayed, require_replayable

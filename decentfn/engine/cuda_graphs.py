@@ -6,19 +6,15 @@ copied into buffers, and operators read what depends on t from a `StepInputs`, f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from decentfn.comm import collectives
-from decentfn.core import trees
-from decentfn.core.arguments import require
-from decentfn.core.context import context
-from decentfn.core.formatting import brief_error
-from decentfn.core.trees import PyTree
+from decentfn.core import PyTree, brief_error, context, require, trees
 from decentfn.kit.step import Step
 
 MODE = "reduce-overhead"
@@ -126,14 +122,9 @@ class StepInputs:
     def __init__(self) -> None:
         self._memory: dict[tuple[Callable[..., Tensor], torch.device], Tensor] = {}
 
-    @contextmanager
-    def reading(self) -> Iterator[None]:
+    def reading(self) -> AbstractContextManager[None]:
         """Context in which `of_step` reads from this memory."""
-        outer, context.inputs = context.inputs, self
-        try:
-            yield
-        finally:
-            context.inputs = outer
+        return context.having(inputs=self)
 
     def read(self, function: Callable[..., Tensor], t: Tensor, device: torch.device) -> Tensor:
         """Return the memory's content for this function and device; the first call computes it for step t."""

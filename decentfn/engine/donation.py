@@ -11,10 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentfn.core import trees
+from decentfn.core import PyTree, context, trees
 from decentfn.core.buckets import write_over
-from decentfn.core.context import context
-from decentfn.core.trees import PyTree
 from decentfn.engine.memory import give_back_freed_memory, keep_freed_memory
 from decentfn.kit.state_check import left_alone
 from decentfn.kit.step import Step

@@ -11,10 +11,8 @@ from torch import Tensor
 from decentfn.algorithms.mail import with_room
 from decentfn.comm import collectives
 from decentfn.comm.fingerprint import require_equal_rows
-from decentfn.core import trees
+from decentfn.core import PyTree, batches_of, over_workers, require_rows, trees
 from decentfn.core.arguments import MOST_WORKERS, checks_numbers, require, require_at_most
-from decentfn.core.stacking import batches_of, over_workers, require_rows
-from decentfn.core.trees import PyTree
 from decentfn.engine.memory import device_memory, keep_freed_memory
 from decentfn.gradient.side_channel import SideChannel
 from decentfn.kit.state_check import is_state
@@ -159,8 +157,6 @@ def worker(state: PyTree, i: int) -> PyTree:
     """
     is_one = is_state(state) and state.params[0].dim() == 1
     held = 0 if is_one else min((leaf.shape[0] if leaf.dim() else 0 for leaf in trees.leaves(state)), default=0)
-    if not -held <= i < held:
-        raise ValueError(
-            f"worker(state, {i}): the state has {held} workers here, from 0; a state that is not stacked has none."
-        )
+    rule = f"the state has {held} workers here, from 0; a state that is not stacked has none."
+    require(-held <= i < held, f"worker(state, {i})", rule)
     return trees.map(lambda leaf: leaf[i].clone(), state)

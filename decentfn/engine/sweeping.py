@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,12 +10,8 @@ from torch import Tensor
 from torch.func import vmap
 
 from decentfn.comm import collectives
-from decentfn.core import trees
+from decentfn.core import PyTree, brief, context, first_difference, on_leaves, require_first, trees
 from decentfn.core.arguments import MOST_WORKERS, checks_numbers, require, require_at_most
-from decentfn.core.context import context
-from decentfn.core.formatting import brief
-from decentfn.core.stacking import on_leaves, require_first
-from decentfn.core.trees import PyTree
 from decentfn.kit.state_check import lines_of
 from decentfn.kit.step import Step
 
@@ -121,6 +116,7 @@ def stack_runs(runs: Sequence[PyTree]) -> PyTree:
     described = [lines_of(run) for run in runs]
     first = described[0]
     for r, found in enumerate(described):
-        theirs, ours = next((pair for pair in itertools.zip_longest(found, first) if pair[0] != pair[1]), (None, None))
-        require(found == first, "stack_runs", f"run {r} has the leaf {theirs} where run 0 has {ours}.")
+        if found != first:
+            theirs, ours = first_difference(found, first)
+            raise ValueError(f"stack_runs: run {r} has the leaf {theirs} where run 0 has {ours}.")
     return trees.map(lambda *rows: torch.stack(rows), *runs)

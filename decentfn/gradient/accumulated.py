@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentfn.core import trees
+from decentfn.core import PyTree, brief, require, trees
 from decentfn.core.buckets import Buckets, wide
-from decentfn.core.formatting import brief
-from decentfn.core.trees import PyTree
 from decentfn.gradient.loss import LossFn, WrappedLoss, require_loss
 from decentfn.gradient.result import Gradient, gradient_of
 from decentfn.gradient.scaled import DynamicLossScale
@@ -55,15 +53,10 @@ def accumulate(loss_fn: LossFn) -> LossFn:
     (tensor([2.]), tensor(5.))
     """
     require_loss("accumulate(loss_fn)", loss_fn)
-    if isinstance(loss_fn, DynamicLossScale):
-        raise ValueError(
-            "accumulate(dynamic_loss_scale(loss_fn)): one scale serves all micro-batches; the other way round, "
-            "df.dynamic_loss_scale(df.accumulate(loss_fn))."
-        )
-    if isinstance(loss_fn, Accumulated):
-        raise ValueError(
-            f"accumulate(loss_fn={brief(loss_fn)}): expected the loss of one micro-batch, which is not accumulated yet."
-        )
+    rule = "one scale serves all micro-batches; the other way round, df.dynamic_loss_scale(df.accumulate(loss_fn))."
+    require(not isinstance(loss_fn, DynamicLossScale), "accumulate(dynamic_loss_scale(loss_fn))", rule)
+    rule = "expected the loss of one micro-batch, which is not accumulated yet."
+    require(not isinstance(loss_fn, Accumulated), f"accumulate(loss_fn={brief(loss_fn)})", rule)
     return Accumulated(loss_fn)
 
 

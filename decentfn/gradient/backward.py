@@ -15,10 +15,8 @@ from torch import Tensor, nn
 
 from decentfn.comm import collectives
 from decentfn.comm.fingerprint import compare, digest
-from decentfn.core import draws, trees
+from decentfn.core import PyTree, brief, draws, trees
 from decentfn.core.buckets import Buckets, Plan, elements, wide
-from decentfn.core.formatting import brief
-from decentfn.core.trees import PyTree
 from decentfn.gradient.accumulated import separate, stacked
 from decentfn.gradient.gradient_checks import no_other_weights, require_none, ungiven
 from decentfn.gradient.loss import LossFn, as_given, call_loss, refuse_numpy, require_graph, scalar

@@ -15,14 +15,8 @@ import torch
 from torch import Tensor
 
 from decentfn.comm.collectives import world
-from decentfn.core import trees
+from decentfn.core import PyTree, batches_of, brief, by_handle, context, handle_of, operator, require, sent, trees
 from decentfn.core.buckets import Buckets, Plan
-from decentfn.core.context import context
-from decentfn.core.formatting import brief
-from decentfn.core.handles import by_handle, handle_of
-from decentfn.core.scalars import operator, sent
-from decentfn.core.stacking import batches_of
-from decentfn.core.trees import PyTree
 from decentfn.gradient.accumulated import Accumulated, stacked
 from decentfn.gradient.backward import Layout, backward
 from decentfn.gradient.loss import LossFn, WrappedLoss, require_loss, unwrapped
@@ -83,8 +77,7 @@ def autograd(loss_fn: LossFn, *, skip_unused: bool = False) -> LossFn:
         name = {Accumulated: "accumulate", DynamicLossScale: "dynamic_loss_scale"}.get(type(loss_fn), "autograd")
         way_out = "once is enough" if name == "autograd" else f"the other way round, df.{name}(df.autograd(loss_fn))"
         raise ValueError(f"autograd({name}({brief(loss_fn.loss_fn)})): {way_out}.")
-    if not isinstance(skip_unused, bool):
-        raise ValueError(f"autograd(skip_unused={brief(skip_unused)}): True or False.")
+    require(isinstance(skip_unused, bool), f"autograd(skip_unused={brief(skip_unused)})", "True or False.")
     if missing:
         raise ValueError(f"autograd(loss_fn): this version of PyTorch has no {missing[0]}; let the loss be traced.")
     return ByAutograd(loss_fn, skip_unused)

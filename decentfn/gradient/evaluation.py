@@ -12,12 +12,9 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from decentfn.comm import collectives
-from decentfn.core import trees
+from decentfn.core import PyTree, brief, context, trees
 from decentfn.core.buckets import Buckets, each, mean_of_processes, mean_within_worker
-from decentfn.core.context import context
-from decentfn.core.formatting import brief
 from decentfn.core.stacking import in_chunks, refuse_random
-from decentfn.core.trees import PyTree
 from decentfn.errors import RunError
 from decentfn.gradient.accumulated import Accumulated, is_list_of_micros, mean_gradient_of, separate
 from decentfn.gradient.by_autograd import ByAutograd, gradient_by_autograd

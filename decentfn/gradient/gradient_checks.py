@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from decentfn import sharded
-from decentfn.core import trees
-from decentfn.core.arguments import require
-from decentfn.core.formatting import brief
+from decentfn.core import brief, require, trees
 
 
 @contextmanager

@@ -14,10 +14,7 @@ from torch import Tensor, nn
 
 from decentfn import sharded
 from decentfn.comm.fingerprint import as_bytes, digest
-from decentfn.core import trees
-from decentfn.core.context import context
-from decentfn.core.formatting import brief
-from decentfn.core.trees import PyTree
+from decentfn.core import PyTree, brief, context, trees
 from decentfn.gradient.parameter_swap import lock_of_module
 from decentfn.torch_private.autograd import version
 

@@ -12,11 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from decentfn import sharded
-from decentfn.core import trees
-from decentfn.core.arguments import require
-from decentfn.core.context import context
-from decentfn.core.formatting import brief
-from decentfn.core.trees import PyTree
+from decentfn.core import PyTree, brief, context, require, trees
 from decentfn.gradient.gradient_checks import copied, frozen_under, listed_parameters, require_apart, require_unlisted
 from decentfn.gradient.loss import in_mode, is_pair, require_criterion, watched
 from decentfn.gradient.parameter_swap import (

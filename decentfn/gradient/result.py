@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 from torch.func import grad_and_value
 
-from decentfn.core import trees
+from decentfn.core import PyTree, brief, trees
 from decentfn.core.buckets import Buckets, each, global_norm, where, wide
-from decentfn.core.formatting import brief
-from decentfn.core.trees import PyTree
 from decentfn.gradient.loss import LossFn, call_loss, require_graph
 from decentfn.gradient.module import ModuleLoss
 from decentfn.torch_private import functorch

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from decentfn.core import trees
+from decentfn.core import PyTree, brief, by_handle, context, handle_of, operator, sent, trees
 from decentfn.core.buckets import sum_within_worker
-from decentfn.core.formatting import brief
-from decentfn.core.handles import by_handle, handle_of
-from decentfn.core.scalars import operator, sent
-from decentfn.core.trees import PyTree
 from decentfn.gradient.result import Gradient
 from decentfn.torch_private.autograd import surroundings
 
@@ -37,39 +32,30 @@ class Outcome(NamedTuple):
     of_workers: list[Any]  # aux of each worker here
 
 
-class _Here(threading.local):
-    values: list[Any] | None = None
-    around: tuple[Any, Any] | None = None
-
-
-_here = _Here()
 _BATCH = SideChannel(torch.zeros((), dtype=torch.int64))  # batch of the step, which is its first value
 
 
 def put(value: Any) -> int:
     """Keep a value until the step ends; return its number."""
-    assert _here.values is not None
-    _here.values.append(value)
-    return len(_here.values) - 1
+    context.outside.append(value)
+    return len(context.outside) - 1
 
 
 def value(number: Tensor) -> Any:
     """Return the value with this number, in this thread and step."""
-    assert _here.values is not None
-    return _here.values[int(number if number.dim() == 0 else number[0])]
+    return context.outside[int(number if number.dim() == 0 else number[0])]
 
 
 def around() -> tuple[Any, Any]:
     """Return the dispatcher's state at the call of the step; see `torch_private.autograd`."""
-    assert _here.around is not None
-    return _here.around
+    return context.dispatching
 
 
 def with_side_channel(function: Callable[..., Any], first: Any, batch: Any, *others: Any) -> Any:
     """Call a step or a gradient with `batch` and aux through the side channel; its result, or last part, has one."""
-    outer = _here.values, _here.around
+    outer = context.outside, context.dispatching
     values = [batch]
-    _here.values, _here.around = values, surroundings()
+    context.outside, context.dispatching = values, surroundings()
     try:
         returned = function(first, _BATCH, *others)
         reported = returned[1] if type(returned) is tuple else returned
@@ -78,7 +64,7 @@ def with_side_channel(function: Callable[..., Any], first: Any, batch: Any, *oth
             reported = reported._replace(loss=reported.loss.to(outcome.loss_dtype), aux=outcome.aux)
         return (returned[0], reported) if type(returned) is tuple else reported
     finally:
-        _here.values, _here.around = outer
+        context.outside, context.dispatching = outer
 
 
 # -- a worker's weight, from the loss's aux on both gradient paths -------------------------------------------------------

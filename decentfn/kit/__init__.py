@@ -19,6 +19,7 @@ from decentfn.comm.collectives import rests
 from decentfn.comm.gossip import Posted, collect, difference, is_active, mix_context, repaired, unless_bad
 from decentfn.comm.gossip.push_sum import first_weight, pack, unpack
 from decentfn.compressors import Compressor
+from decentfn.core import PyTree, once
 from decentfn.core.buckets import (
     Buckets,
     Plan,
@@ -35,8 +36,6 @@ from decentfn.core.buckets import (
     with_own,
     zeros_like,
 )
-from decentfn.core.scalars import once
-from decentfn.core.trees import PyTree
 from decentfn.gradient import Gradient, LossFn, Weight
 from decentfn.kit.decorator import algorithm
 from decentfn.kit.options import Options

@@ -11,10 +11,7 @@ from typing import Any, ParamSpec, cast
 import torch
 
 from decentfn.comm.fingerprint import agree, describe, require_equal, structure
-from decentfn.core import trees
-from decentfn.core.arguments import bind, plain, require
-from decentfn.core.formatting import brief
-from decentfn.core.trees import PyTree
+from decentfn.core import PyTree, bind, brief, plain, require, trees
 from decentfn.gradient import constants, require_inputs
 from decentfn.kit.options import DEFAULTS, require_names
 from decentfn.kit.preconditions import require_doubly_stochastic

@@ -8,9 +8,8 @@ from typing import Any, TypedDict
 
 import torch
 
-from decentfn.core.arguments import no_such_argument, require
+from decentfn.core import brief, no_such_argument, require
 from decentfn.core.buckets import Buckets, require_bucket_mb
-from decentfn.core.formatting import brief
 from decentfn.gradient import LossFn, require_loss
 from decentfn.optim.transforms.transform import require_descent, require_pair, wants_mix
 from decentfn.topologies import Topology
@@ -48,10 +47,8 @@ def require_arguments(
     require_loss("loss_fn", loss_fn)
     require_pair("optimizer", optimizer)
     require_descent(optimizer)
-    if not isinstance(topology, Topology):
-        raise ValueError(
-            f"topology={brief(topology)}: expected a Topology, for example df.topology('ring', num_workers=4)."
-        )
+    rule = "expected a Topology, for example df.topology('ring', num_workers=4)."
+    require(isinstance(topology, Topology), f"topology={brief(topology)}", rule)
     require_names("Worker", options)
     require_bucket_mb(options.get("bucket_mb", DEFAULTS["bucket_mb"]))
     wire_dtype = options.get("wire_dtype")

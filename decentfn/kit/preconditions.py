@@ -12,10 +12,8 @@ from torch import Tensor
 
 from decentfn.comm import collectives
 from decentfn.compressors import Compressor
-from decentfn.core import draws
-from decentfn.core.arguments import real, require, whole_number
+from decentfn.core import draws, once, real, require, whole_number
 from decentfn.core.buckets import Plan
-from decentfn.core.scalars import once
 from decentfn.gradient import Weight
 from decentfn.optim.schedule_checks import require_schedule
 from decentfn.optim.schedules import constant

@@ -12,10 +12,8 @@ import torch
 from decentfn import sharded
 from decentfn.comm import collectives
 from decentfn.comm.fingerprint import agree, compare, digest, fingerprint, label
-from decentfn.core import trees
-from decentfn.core.arguments import require
+from decentfn.core import PyTree, require, trees
 from decentfn.core.buckets import Buckets, flatten
-from decentfn.core.trees import PyTree
 from decentfn.kit.options import Shared, left_out, require_narrower
 from decentfn.optim.transforms.transform import masks_of, require_descent
 from decentfn.sharded import Partition

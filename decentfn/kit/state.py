@@ -8,9 +8,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from decentfn.core import trees
+from decentfn.core import PyTree, trees
 from decentfn.core.buckets import Buckets, copy_wide, zeros_like
-from decentfn.core.trees import PyTree
 from decentfn.gradient import LossScale
 from decentfn.gradient import Metrics as Metrics
 from decentfn.optim.transforms import RateState

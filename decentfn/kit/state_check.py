@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from decentfn.core import trees
+from decentfn.core import PyTree, as_step, first_difference, trees
 from decentfn.core.buckets import Buckets
-from decentfn.core.scalars import as_step
-from decentfn.core.trees import PyTree
 from decentfn.gradient import LossFn, require_batch, require_inputs, require_module_unchanged
 from decentfn.kit.state import Metrics, State
 from decentfn.torch_private import functorch
@@ -49,7 +46,7 @@ class StateCheck:
         if not self._layouts and self._start is not None:
             self.record(self._start(x, state.buffers))
         if self._layouts and found not in self._layouts:
-            theirs, ours = _difference(found, self._layouts[-1])
+            theirs, ours = first_difference(found, self._layouts[-1])
             raise ValueError(
                 f"{CALL}: the state has {theirs!r} where init laid out {ours!r}: it belongs to another algorithm, network "
                 "or optimizer; call this algorithm's init(params) again, or build the step like the one that made the state."
@@ -90,7 +87,7 @@ def require_result(state: Any, result: Any) -> None:
         )
     returned, given = ([kind_of(s), *lines_of(s)] for s in (result[0], state))
     if returned != given:
-        found, expected = _difference(returned, given)
+        found, expected = first_difference(returned, given)
         raise ValueError(
             f"{CALL}: the step returned a state with {found} where it was given one with {expected}; a new state has the "
             "fields, shapes and dtypes of the old one (a sum of parameters and a wide memory: cast it, .to(x.dtype))."
@@ -128,8 +125,3 @@ def lines_of(state: Any) -> list[str]:
 
 def _layout(state: Any) -> list[str]:
     return [kind_of(state), *state.params.plan.describe(), *lines_of(state)]
-
-
-def _difference(found: list[str], expected: list[str]) -> tuple[str, str]:
-    pairs = itertools.zip_longest(found, expected, fillvalue="nothing")
-    return next((pair for pair in pairs if pair[0] != pair[1]), ("another tree", "its own"))

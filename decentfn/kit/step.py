@@ -14,12 +14,8 @@ import torch
 from torch import Tensor
 
 from decentfn.comm import collectives
-from decentfn.core import draws, trees
+from decentfn.core import PyTree, as_step, brief, context, draws, require, trees, warn
 from decentfn.core.buckets import Buckets, Plan
-from decentfn.core.context import context
-from decentfn.core.formatting import brief, warn
-from decentfn.core.scalars import as_step
-from decentfn.core.trees import PyTree
 from decentfn.gradient import LossFn, is_by_autograd, tell_of_batch
 from decentfn.gradient.side_channel import with_side_channel
 from decentfn.kit.state_check import left_alone, require_result
@@ -100,10 +96,8 @@ class Step:
                     "df.compile donates by itself, and df.donate is for a step that is not compiled."
                 )
             return function
-        if not callable(function):
-            raise ValueError(
-                f"{call}({brief(function)}): expected a step; init, step = df.adapt_while_communicate(...)."
-            )
+        rule = "expected a step; init, step = df.adapt_while_communicate(...)."
+        require(callable(function), f"{call}({brief(function)})", rule)
         name = getattr(function, "__qualname__", type(function).__name__)
         return cls(function, name.replace(".<locals>", ""))
 
@@ -274,10 +268,8 @@ class Algorithm(_Pair):
 
 def require_algorithm(call: str, algorithm: Any) -> None:
     """Raise ValueError, naming the argument of `call`, unless `algorithm` is an `Algorithm`."""
-    if not isinstance(algorithm, Algorithm):
-        raise ValueError(
-            f"{call}({brief(algorithm)}): expected an Algorithm(init, step), as from df.adapt_while_communicate(...)."
-        )
+    rule = "expected an Algorithm(init, step), as from df.adapt_while_communicate(...)."
+    require(isinstance(algorithm, Algorithm), f"{call}({brief(algorithm)})", rule)
 
 
 def require_bare(call: str, algorithm: Any) -> None:

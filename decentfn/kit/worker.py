@@ -15,7 +15,7 @@ from torch.profiler import record_function
 from decentfn.comm import collectives, gossip
 from decentfn.comm.fingerprint import require_equal
 from decentfn.comm.gossip import Posted, collect
-from decentfn.core import trees
+from decentfn.core import PyTree, context, trees
 from decentfn.core.buckets import (
     Buckets,
     all_finite,
@@ -29,8 +29,6 @@ from decentfn.core.buckets import (
     where,
     with_own,
 )
-from decentfn.core.context import context
-from decentfn.core.trees import PyTree
 from decentfn.gradient import (
     DynamicLossScale,
     Gradient,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from decentfn.core.arguments import checks_numbers, require
-from decentfn.core.formatting import brief
+from decentfn.core import brief, checks_numbers, require
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _EPS = 1e-7

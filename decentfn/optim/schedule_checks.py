@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from decentfn.core.arguments import require
-from decentfn.core.formatting import brief, brief_error
+from decentfn.core import brief, brief_error, require
 
 
 def require_schedule(

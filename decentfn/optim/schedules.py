@@ -13,10 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentfn.core.arguments import checks_numbers, real, require, whole_number
-from decentfn.core.context import context
-from decentfn.core.formatting import brief
-from decentfn.core.scalars import Numbers
+from decentfn.core import Numbers, brief, checks_numbers, context, real, require, whole_number
 from decentfn.optim.schedule_checks import require_schedule
 
 Schedule = Callable[[Tensor], Tensor]

@@ -98,12 +98,9 @@ def gossip(work: Work, cluster: Cluster, topology: Topology, *, is_compressed: b
     mixing: dict[str, Any] = {"gap": facts.gap_per_step, "noise_spread": facts.noise_spread}
     if not is_compressed:
         return _predicted("adapt_while_communicate", name, work, cluster, topology, inboxes=inboxes, **mixing)
-    how = {
-        "begins": 1,
-        "inboxes": max(inboxes, math.ceil(of_schedule(topology, cluster, to_each=True).sent)),
-        "memory": 1,
-    }
-    return _predicted("deep_squeeze", name, work, cluster, topology, **how, to_each=True, **mixing)
+    inboxes = max(inboxes, math.ceil(of_schedule(topology, cluster, to_each=True).sent))
+    how: dict[str, Any] = {"begins": 1, "inboxes": inboxes, "memory": 1, "to_each": True}
+    return _predicted("deep_squeeze", name, work, cluster, topology, **how, **mixing)
 
 
 def diloco(work: Work, cluster: Cluster, inner_steps: int, parts: int = 1) -> Prediction:
@@ -122,14 +119,8 @@ def asynchronous(work: Work, cluster: Cluster) -> Prediction:
     """asynchronous_gradient_push: nobody waits; what the links do not carry in a step is not sent."""
     its = gossip(work, cluster, one_peer_exp_directed(cluster.num_workers))
     sent = work.seconds / max(work.seconds, its.exchange)
-    bytes_sent = {"between": its.between * sent, "inside": its.inside * sent}
-    told: dict[str, Any] = {
-        "method": "asynchronous_gradient_push",
-        "gap": None,
-        "noise_spread": None,
-        "bottleneck": "computation",
-    }
-    return replace(its, seconds=work.seconds, **bytes_sent, **told)
+    own = replace(its, method="asynchronous_gradient_push", gap=None, noise_spread=None, bottleneck="computation")
+    return replace(own, seconds=work.seconds, between=its.between * sent, inside=its.inside * sent)
 
 
 def _predicted(

@@ -10,8 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from decentfn.core.arguments import at_least, checks_numbers, require
-from decentfn.core.formatting import brief
+from decentfn.core import at_least, brief, checks_numbers, require
 from decentfn.planning.methods import PARTS, Prediction, Work, asynchronous, ddp, diloco, gossip, hsdp
 from decentfn.planning.order import reordered, slowest_link
 from decentfn.timing.cluster import Cluster

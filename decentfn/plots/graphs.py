@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from decentfn import topologies
-from decentfn.core.arguments import require
-from decentfn.core.formatting import brief
-from decentfn.core.scalars import as_step
+from decentfn.core import as_step, brief, require
 from decentfn.plots import paper
 from decentfn.topologies.rounds import require_topology
 

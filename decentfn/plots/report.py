@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from decentfn.core.formatting import brief
+from decentfn.core import brief, require
 from decentfn.plots.paper import COLORS, GRAY
 from decentfn.timing import Timeline, Trace
 from decentfn.train import logs
@@ -86,8 +86,7 @@ class _Run(NamedTuple):
 def _run(path: Path) -> _Run:
     lines, marks = logs.read(path), dict[str, list[tuple[int, str]]]()
     rows = [line for line in lines if "step" in line and "loss" in line]
-    if not rows:
-        raise ValueError(f"report {path}: no line has a step and a loss; df.logs.JSONLines.record writes such lines.")
+    require(bool(rows), f"report {path}", "no line has a step and a loss; df.logs.JSONLines.record writes such lines.")
     try:
         each = [_losses(line) for line in rows]
         if not (workers := sorted({i for own in each for i in own})):
@@ -139,8 +138,9 @@ def _files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     found = [file for form in ("*.jsonl", "trace*.json", "timeline*.json") for file in sorted(path.glob(form))]
-    if not found:
-        raise ValueError(f"report {path}: no *.jsonl, trace*.json or timeline*.json is there; pass a run's directory.")
+    require(
+        bool(found), f"report {path}", "no *.jsonl, trace*.json or timeline*.json is there; pass a run's directory."
+    )
     return found
 
 

@@ -9,17 +9,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from decentfn.comm import collectives
 from decentfn.comm.collectives import World
-from decentfn.core.context import context
+from decentfn.core import context, require
 
 
 def split_workers(processes_per_worker: int) -> World:
     """Make every `processes_per_worker` consecutive ranks one worker and return the world of all; collective."""
     before, size = collectives.all_processes(), processes_per_worker
-    if context.world is not None:
-        raise ValueError(
-            f"init(processes_per_worker={size}): ranks that are threads (df.testing.on_ranks) are a worker each; start processes, "
-            "with torchrun."
-        )
+    rule = "ranks that are threads (df.testing.on_ranks) are a worker each; start processes, with torchrun."
+    require(context.world is None, f"init(processes_per_worker={size})", rule)
     if (known := collectives.kept_world(size)) is not None:
         collectives.replace_world(known)
         return known

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentfn.core import trees
+from decentfn.core import PyTree, trees
 from decentfn.core.buckets import Buckets
-from decentfn.core.trees import PyTree
 from decentfn.engine.compilation import compile
 from decentfn.engine.simulation import simulate, stack, worker
 from decentfn.gradient import accumulate, autograd, dynamic_loss_scale

@@ -108,14 +108,13 @@ def check_transform(
     assert len(graphs) == 1, f"{len(graphs)} graphs for {_UPDATES} updates: a Python number changes from call to call"
     _assert_close("traced", traced, eager)
 
-    stack = lambda *trees_: trees.map(lambda *rows: torch.stack(rows), *trees_)  # noqa: E731
     workers = [[_like(x, 10 * i + seed) for seed in range(_UPDATES)] for i in range(_WORKERS)]
     alone = [_updates(transform.update, start, mine, x) for mine in workers]
     together = _updates(
         vmap(transform.update),
-        stack(*[start] * _WORKERS),
-        [stack(*row) for row in zip(*workers, strict=True)],
-        stack(*[x] * _WORKERS),
+        problem.stacked([start] * _WORKERS),
+        [problem.stacked(row) for row in zip(*workers, strict=True)],
+        problem.stacked([x] * _WORKERS),
     )
     for i, mine in enumerate(alone):
         _assert_close(f"worker {i} under vmap", trees.map(lambda leaf, i=i: leaf[i], together), mine)

@@ -8,9 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from decentfn.core.arguments import checks_numbers, require
-from decentfn.core.context import context
-from decentfn.core.trees import PyTree
+from decentfn.core import PyTree, checks_numbers, context, require
 from decentfn.kit.state import Metrics, State
 from decentfn.kit.step import Algorithm, require_bare
 

@@ -5,13 +5,13 @@ Each leaf has a quadratic loss in its own dtype, so float64 leaves are computed 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from decentfn.core import trees
-from decentfn.core.trees import PyTree
+from decentfn.core import PyTree, trees
 
 BUCKET_MB = 0.002
 """Small, but the leaves of each dtype fit one bucket."""
@@ -59,7 +59,7 @@ def buffers(worker: int = 0) -> PyTree:
     return {"means": params(worker + 100), "count": torch.tensor(worker)}
 
 
-def stacked(rows: list[Any]) -> Any:
+def stacked(rows: Sequence[Any]) -> Any:
     """Stack the trees of N workers into one with leaves `[N, ...]`."""
     return trees.map(lambda *leaves: torch.stack(leaves), *rows)
 

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn.core import trees
+from decentfn.core import PyTree, trees
 from decentfn.core.buckets import Buckets, wide
-from decentfn.core.trees import PyTree
 from decentfn.engine import cache as compile_cache
 from decentfn.engine.compilation import compile
 from decentfn.engine.donation import donate

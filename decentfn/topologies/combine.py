@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from decentfn.core import draws
-from decentfn.core.arguments import checks_numbers, require, require_at_most, whole_number
+from decentfn.core import checks_numbers, draws, require, require_at_most, whole_number
 from decentfn.topologies.construct import idle
 from decentfn.topologies.drawn import from_rounds, like
 from decentfn.topologies.graphs import complete
-from decentfn.topologies.rounds import Round, Topology, require_topology
+from decentfn.topologies.rounds import Round, Topology, noted, require_topology
 
 _MOST_STEPS = 2**31 - 1
 
@@ -32,9 +31,8 @@ def combination(function: Function) -> Function:
     @wraps(function)
     def make(*args: Any, **kwargs: Any) -> Topology:
         made = function(*args, **kwargs)
-        if all(made is not part for part in (*args, *kwargs.values())):
-            object.__setattr__(made, "made_from", partial(make, *args, **kwargs))
-        return made
+        is_new = all(made is not part for part in (*args, *kwargs.values()))
+        return noted(made, made_from=partial(make, *args, **kwargs)) if is_new else made
 
     return make  # pyright: ignore[reportReturnType]
 
@@ -355,8 +353,7 @@ def _switch(
         needs_push_sum=any(part.needs_push_sum for part in parts),
         start=0 if period is None else start_of([part.start for part in parts]),
     )
-    object.__setattr__(made, "turn", turn_of)
-    return made
+    return noted(made, turn=turn_of)
 
 
 def padded(this: Round, slots: int, *, has_groups: bool) -> Round:

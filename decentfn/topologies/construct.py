@@ -11,10 +11,9 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from decentfn.core.arguments import MOST_WORKERS, array, checks_numbers, real, require, require_at_most, whole_number
-from decentfn.core.formatting import brief
+from decentfn.core import MOST_WORKERS, array, brief, checks_numbers, real, require, require_at_most, whole_number
 from decentfn.topologies.matrices import edge_colors, weighted_permutations
-from decentfn.topologies.rounds import Edge, Topology, check
+from decentfn.topologies.rounds import Edge, Topology, check, noted
 
 MOST_MESSAGES = 64
 """Most messages that a worker of an undirected graph holds at once."""
@@ -134,8 +133,7 @@ def from_groups(name: str, phases: Sequence[Sequence[Edge]], num_workers: int) -
 def _edge(name: str, edge: Edge | tuple[Sequence[int], float | None]) -> tuple[list[int], float]:
     is_pair = len(_require_listed(name, "an edge", edge)) == 2
     is_edge = is_pair and len(_require_listed(name, "an edge's workers", edge[0])) > 0
-    if not is_edge:
-        raise ValueError(f"{name}: the edge {brief(edge)} is not Edge(ranks, weight), of one rank at least.")
+    require(is_edge, name, f"the edge {brief(edge)} is not Edge(ranks, weight), of one rank at least.")
     ranks, weight = [whole_number(name, "ranks", rank) for rank in edge[0]], edge[1]
     weight = 1 / len(ranks) if weight is None else real(name, "weight", weight)
     is_share = 0 <= weight <= 1 and (len(ranks) > 1 or weight == 1)
@@ -244,8 +242,7 @@ def idle(num_workers: int, name: str = "idle") -> Topology:
     require_at_most("idle", MOST_WORKERS, num_workers=num_workers)
     sources, weights = (torch.from_numpy(table)[None] for table in _idle_tables(num_workers))
     made = Topology(name, num_workers, sources, weights, active=torch.tensor([False]))
-    object.__setattr__(made, "family", partial(idle, name=name))
-    return made
+    return noted(made, family=partial(idle, name=name))
 
 
 def alone(name: str) -> Topology:

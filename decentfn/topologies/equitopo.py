@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decentfn.core import draws
-from decentfn.core.arguments import MOST_WORKERS, require
+from decentfn.core import MOST_WORKERS, draws, require
 from decentfn.topologies.construct import from_edges, from_shifts
 from decentfn.topologies.drawn import from_draw
 from decentfn.topologies.matching import pair_weights

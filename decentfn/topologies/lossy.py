@@ -14,8 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from decentfn.core import draws
-from decentfn.core.arguments import checks_numbers, require
+from decentfn.core import checks_numbers, draws, require
 from decentfn.topologies.combine import combination, later
 from decentfn.topologies.drawn import from_rounds
 from decentfn.topologies.rounds import Round, Topology, require_topology

@@ -7,12 +7,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from decentfn.core import draws
-from decentfn.core.arguments import checks_numbers, require
+from decentfn.core import checks_numbers, draws, require
 from decentfn.topologies.construct import alone
 from decentfn.topologies.drawn import from_draw, from_rounds
 from decentfn.topologies.registry import register_topology
-from decentfn.topologies.rounds import Round, Topology
+from decentfn.topologies.rounds import Round, Topology, noted
 
 
 def pair_weights(partner: Tensor, weight: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -70,9 +69,7 @@ def sampled(num_workers: int, participants: int, *, seed: int = 0) -> Topology:
         heard, told = (alone.index_copy(0, these, these[(place + step) % m]) for step in (ahead, -ahead))
         return heard, told, weights
 
-    made = from_draw(f"sampled({m})", n, draw)
-    object.__setattr__(made, "family", partial(sampled, participants=m, seed=seed))
-    return made
+    return noted(from_draw(f"sampled({m})", n, draw), family=partial(sampled, participants=m, seed=seed))
 
 
 @register_topology("shift-one")

@@ -9,9 +9,8 @@ from contextlib import suppress
 from functools import partial, wraps
 from typing import Any, TypeVar
 
-from decentfn.core.arguments import MOST_WORKERS, checks_numbers, require, require_at_most, whole_number
-from decentfn.core.formatting import brief
-from decentfn.topologies.rounds import Topology
+from decentfn.core import MOST_WORKERS, brief, checks_numbers, require, require_at_most, whole_number
+from decentfn.topologies.rounds import Topology, noted
 
 _registry: dict[str, Callable[..., Topology]] = {}
 Function = TypeVar("Function", bound=Callable[..., Topology])
@@ -48,10 +47,7 @@ def register_topology(name: str) -> Callable[[Function], Function]:
             num_workers = whole_number(call, "num_workers", num_workers)
             require_at_most(call, MOST_WORKERS, num_workers=num_workers)
             made = checks_numbers(function)(num_workers, *args, **options)
-            object.__setattr__(
-                made, "family", partial(topology, name, **dict(zip(names, args, strict=False)), **options)
-            )
-            return made
+            return noted(made, family=partial(topology, name, **dict(zip(names, args, strict=False)), **options))
 
         _registry[name] = make
         return make  # pyright: ignore[reportReturnType]

@@ -10,8 +10,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from decentfn.core.arguments import MOST_WORKERS, require, require_at_most, whole_number
-from decentfn.core.formatting import brief
+from decentfn.core import MOST_WORKERS, brief, require, require_at_most, whole_number
 from decentfn.topologies import drawn
 from decentfn.topologies.certificates import Certificate, certificate, consensus_steps
 from decentfn.topologies.combine import lazy, padded, recombined

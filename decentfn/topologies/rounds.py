@@ -11,10 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn.core.arguments import checks_numbers, require
-from decentfn.core.formatting import brief
-from decentfn.core.handles import handle_of
-from decentfn.core.scalars import sent
+from decentfn.core import brief, checks_numbers, handle_of, require, sent
 
 if TYPE_CHECKING:
     from decentfn.topologies.resized import Resized
@@ -125,8 +122,7 @@ class Topology:
             "_peers": lru_cache(_ROUNDS_KEPT)(self._make_peers),
             "_rows": lru_cache(_ROUNDS_KEPT)(self._make_rows),
         }
-        for name, value in computed.items():
-            object.__setattr__(self, name, value)
+        noted(self, **computed)
 
     @property
     def period(self) -> int | None:
@@ -213,12 +209,16 @@ class Topology:
         return f"Topology({self.name!r}, num_workers={self.num_workers}, {kind}, degree={self.degree})"
 
 
+def noted(topology: Topology, **fields: Any) -> Topology:
+    """Set fields of a schedule that has just been made, such as its `family`; return it."""
+    for name, value in fields.items():
+        object.__setattr__(topology, name, value)
+    return topology
+
+
 def demanding(topology: Topology, suits: Callable[[Topology], object]) -> Topology:
     """Return a copy that only schedules for which `suits` raises no ValueError may replace, as after a loss."""
-    made = copy.copy(topology)
-    object.__setattr__(made, "suits", suits)
-    object.__setattr__(made, "turn", topology.turn)
-    return made
+    return noted(copy.copy(topology), suits=suits, turn=topology.turn)
 
 
 def inverse(sources: Tensor) -> Tensor:

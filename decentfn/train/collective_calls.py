@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from decentfn.comm import collectives
-from decentfn.core.arguments import require
-from decentfn.core.formatting import brief, brief_error
+from decentfn.core import brief, brief_error, require
 from decentfn.errors import CheckpointCorrupt, NonFinite, RunError
 
 _KINDS: dict[str, type[Exception]] = {

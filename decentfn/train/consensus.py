@@ -5,7 +5,6 @@ They accept the state of one worker (collective under a process group) or a stac
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,11 +13,8 @@ from torch import Tensor
 
 from decentfn.comm import collectives
 from decentfn.comm.fingerprint import compare, digest, require_equal, require_equal_rows
-from decentfn.core import trees
-from decentfn.core.arguments import checks_numbers, require
+from decentfn.core import PyTree, checks_numbers, first_difference, over_workers, require, trees
 from decentfn.core.buckets import Buckets, Plan, counted_once, each, part_of, sum_within_worker, wide
-from decentfn.core.stacking import over_workers
-from decentfn.core.trees import PyTree
 from decentfn.errors import ReplicaMismatch
 from decentfn.kit.state import Metrics, State, restarted
 from decentfn.optim.transforms.transform import Averaging
@@ -61,12 +57,10 @@ def with_params(state: Any, params: PyTree) -> Any:
         for name, leaf in trees.named_leaves(x.plan.without_values(x[0].shape[:-1]).tree())
     ]
     given = [(name, leaf.shape, leaf.dtype) for name, leaf in trees.named_leaves(params)]
-    for want, got in itertools.zip_longest(expected, given):
-        if want != got:
-            raise ValueError(
-                f"with_params(state, params): found {got} where the state has {want} (name, shape, dtype); pass a tree "
-                "like df.params(state)."
-            )
+    if given != expected:
+        got, want = first_difference(given, expected)
+        rule = f"found {got} where the state has {want} (name, shape, dtype); pass a tree like df.params(state)."
+        raise ValueError(f"with_params(state, params): {rule}")
     new = x.plan.lay_out(params, workers=tuple(x[0].shape[:-1]))
     new = Buckets([new.to(old.device) for new, old in zip(new, x, strict=True)], x.plan)
     if x.plan.starts_equal:
@@ -342,11 +336,9 @@ def _mean(bucket: Tensor) -> Tensor:
 
 
 def _buckets(state: Any, *, of_runs: bool = False) -> Buckets:
-    found = getattr(state, "params", None)
-    if not isinstance(found, Buckets):
-        raise ValueError(
-            f"{type(state).__name__} is not a training state: expected a `.params` of buckets, from init(params)."
-        )
+    found: Any = getattr(state, "params", None)
+    rule = "expected a `.params` of buckets, from init(params)."
+    require(isinstance(found, Buckets), f"{type(state).__name__} is not a training state", rule)
     if found[0].dim() > 2 and not of_runs:
         raise ValueError("the state is that of several runs (df.sweep); take one of them, df.worker(states, r).")
     collectives.require_workers_of(found.plan.processes)

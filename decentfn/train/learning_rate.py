@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from decentfn.core import trees
-from decentfn.core.arguments import real
-from decentfn.core.formatting import brief
+from decentfn.core import brief, real, trees
 from decentfn.kit.state import State
 from decentfn.kit.state_check import is_state
 from decentfn.optim.transforms.basic import RateState, current_rate, rates

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from decentfn.comm import collectives
-from decentfn.core.arguments import at_least
-from decentfn.core.formatting import brief
+from decentfn.core import at_least, brief
 from decentfn.kit.state import Metrics
 from decentfn.train.collective_calls import make_directory, on_first, one_path
 from decentfn.train.consensus import consensus_distance, gather, mean

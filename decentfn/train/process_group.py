@@ -18,8 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from decentfn import sharded
 from decentfn.comm import collectives
 from decentfn.comm.collectives import World
-from decentfn.core.arguments import checks_numbers, real, require
-from decentfn.core.formatting import brief, brief_error, warn
+from decentfn.core import brief, brief_error, checks_numbers, real, require, warn
 from decentfn.elastic.joining import versions, wait_for_run
 from decentfn.engine.memory import keep_freed_memory
 from decentfn.errors import ExchangeTimeout, PlanMismatch
@@ -91,8 +90,7 @@ def init(
     if timeout is not None and not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=real("init", "timeout", timeout))
     given, timeout = timeout, _TIMEOUT if timeout is None else timeout
-    if timeout <= timedelta(0):
-        raise ValueError(f"init(timeout={timeout}): the timeout is positive; minutes are usual.")
+    require(timeout > timedelta(0), f"init(timeout={timeout})", "the timeout is positive; minutes are usual.")
     _require_backend(backend)
     if join:
         return _newcomer(timeout)
@@ -177,11 +175,8 @@ def _processes_per_worker(said: int | str, world: World) -> int:
     with collectives.calling("df.init(processes_per_worker=...)"):
         everyone = collectives.gather_objects([repr(said), number if type(number) is int else local], world)
     for rank, (its, size) in enumerate(everyone):
-        if its == "'node'" and not isinstance(size, int):
-            raise ValueError(
-                f"init(processes_per_worker='node'): LOCAL_WORLD_SIZE is {size} on rank {rank}; start with torchrun, "
-                "or give the number."
-            )
+        rule = f"LOCAL_WORLD_SIZE is {size} on rank {rank}; start with torchrun, or give the number."
+        require(its != "'node'" or isinstance(size, int), "init(processes_per_worker='node')", rule)
         if not isinstance(size, int) or size < 1 or world.size % size or size != everyone[0][1]:
             raise ValueError(
                 f"init(processes_per_worker={its}): the number must divide {world.size}, the number of "

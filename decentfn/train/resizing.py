@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,9 +9,8 @@ import torch
 from torch import Tensor
 
 from decentfn.comm import collectives
-from decentfn.core import trees
+from decentfn.core import PyTree, first_difference, trees
 from decentfn.core.buckets import Buckets, Plan, cast_like, is_finite, with_own
-from decentfn.core.trees import PyTree
 from decentfn.engine.simulation import stack
 from decentfn.errors import NonFinite
 from decentfn.kit.state import State, restarted
@@ -187,9 +185,9 @@ def _require_alike(old: State, fresh: State, *, everything: bool) -> None:
     if not everything and len(lines[0]) == len(rules):
         lines = [[line for line, rule in zip(side, rules, strict=True) if rule is not _restart] for side in lines]
     layouts = [[*state.params.plan.describe(), *side] for state, side in zip((old, fresh), lines, strict=True)]
-    for found, expected in itertools.zip_longest(*layouts, fillvalue="nothing"):
-        if found != expected:
-            raise ValueError(
-                f"{_CALL}: the state holds {found} where the algorithm lays out {expected}; build it with the "
-                "algorithm, the optimizer, the options and the wrappers of the old run, and another topology."
-            )
+    if layouts[0] != layouts[1]:
+        found, expected = first_difference(*layouts)
+        raise ValueError(
+            f"{_CALL}: the state holds {found} where the algorithm lays out {expected}; build it with the "
+            "algorithm, the optimizer, the options and the wrappers of the old run, and another topology."
+        )

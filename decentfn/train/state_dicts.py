@@ -10,9 +10,7 @@ from torch import Tensor, nn
 
 from decentfn import sharded
 from decentfn.comm import collectives
-from decentfn.core import trees
-from decentfn.core.arguments import checks_numbers
-from decentfn.core.formatting import brief
+from decentfn.core import brief, checks_numbers, require, trees
 from decentfn.gradient.parameter_swap import entries_of, lock_of_module, weights
 from decentfn.kit.state import State
 from decentfn.train.collective_calls import on_all
@@ -44,11 +42,8 @@ def state_dict(module: nn.Module, state: State, *, consensus: bool = False) -> d
         Names and tensors. If a worker is several processes, shards are gathered one by one (collective) to its process
         0, on the CPU; its other processes get an empty dict.
     """
-    if is_stacked(state) and not consensus:
-        raise ValueError(
-            "state_dict(module, state): the state is stacked; take one worker's, df.worker(state, i), or the mean of "
-            "all, consensus=True."
-        )
+    rule = "the state is stacked; take one worker's, df.worker(state, i), or the mean of all, consensus=True."
+    require(consensus or not is_stacked(state), "state_dict(module, state)", rule)
     require_sharded_alike("state_dict(module, state)", state.params.plan, is_sharded=sharded.is_sharded(module))
     own = (consensus_mean(state), consensus_buffers(state)) if consensus else (params(state), buffers(state))
     tensors = _named("state_dict(module, state)", module, *own)
@@ -104,11 +99,8 @@ def load_state_dict(module: nn.Module, state: State, state_dict: Mapping[str, An
         ValueError: a stacked state; a plain module with a state of a sharded one.
         RuntimeError: PyTorch's, if names or shapes do not fit; on every process of the worker.
     """
-    if is_stacked(state):
-        raise ValueError(
-            "load_state_dict(module, state, state_dict): the state is stacked; df.stack(df.load_state_dict(module, "
-            "one, ...), N) of one worker's."
-        )
+    rule = "the state is stacked; df.stack(df.load_state_dict(module, one, ...), N) of one worker's."
+    require(not is_stacked(state), "load_state_dict(module, state, state_dict)", rule)
     is_sharded = sharded.is_sharded(module)
     require_sharded_alike("load_state_dict(module, state, state_dict)", state.params.plan, is_sharded=is_sharded)
     state_dict = _with_every_name(module, state_dict)

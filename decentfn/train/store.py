@@ -17,7 +17,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from decentfn.core.formatting import brief_error
+from decentfn.core import brief_error, require
 from decentfn.errors import ExchangeTimeout
 
 _Made = TypeVar("_Made")
@@ -54,10 +54,8 @@ def store_of_run(timeout: timedelta) -> tuple[Store, int, int]:
 def store_of_environment(timeout: timedelta) -> Store:
     """Return the store at MASTER_ADDR and MASTER_PORT."""
     host, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
-    if not host or not port.isdecimal():
-        raise ValueError(
-            f"init(join=True): MASTER_ADDR={host!r}, MASTER_PORT={port!r}; set both to the address of the run's store."
-        )
+    rule = f"MASTER_ADDR={host!r}, MASTER_PORT={port!r}; set both to the address of the run's store."
+    require(bool(host) and port.isdecimal(), "init(join=True)", rule)
     try:
         return TCPStore(host, int(port), is_master=False, timeout=timeout)
     except RuntimeError as error:

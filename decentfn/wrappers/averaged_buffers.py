@@ -10,10 +10,8 @@ from torch import Tensor
 
 from decentfn.comm import collectives, gossip
 from decentfn.comm.fingerprint import agree, describe
-from decentfn.core import trees
-from decentfn.core.arguments import checks_numbers, require
+from decentfn.core import PyTree, checks_numbers, require, trees
 from decentfn.core.buckets import is_finite, loose
-from decentfn.core.trees import PyTree
 from decentfn.kit.preconditions import as_input, at
 from decentfn.kit.state import Metrics, State
 from decentfn.kit.step import Algorithm, require_bare

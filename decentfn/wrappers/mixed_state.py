@@ -9,11 +9,8 @@ from torch import Tensor
 
 from decentfn.comm import collectives, gossip
 from decentfn.comm.fingerprint import agree, fingerprint
-from decentfn.core import trees
-from decentfn.core.arguments import require
+from decentfn.core import PyTree, brief, require, trees
 from decentfn.core.buckets import Buckets
-from decentfn.core.formatting import brief
-from decentfn.core.trees import PyTree
 from decentfn.kit.preconditions import require_doubly_stochastic
 from decentfn.kit.state import Metrics, State
 from decentfn.kit.step import Algorithm, require_bare

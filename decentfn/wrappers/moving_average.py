@@ -9,11 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn.core import trees
-from decentfn.core.arguments import checks_numbers
+from decentfn.core import PyTree, brief, checks_numbers, require, trees
 from decentfn.core.buckets import Buckets, cast_like, copy_wide, each
-from decentfn.core.formatting import brief
-from decentfn.core.trees import PyTree
 from decentfn.kit.state import Local, Metrics, State, kept, restarted
 from decentfn.kit.state_check import kind_of
 from decentfn.kit.step import Algorithm, require_bare
@@ -50,8 +47,7 @@ def ema(algorithm: Algorithm, decay: float = 0.999) -> Algorithm:
     Source: torch.optim.swa_utils.get_ema_multi_avg_fn.
     """
     require_bare("ema", algorithm)
-    if not 0 <= decay < 1:
-        raise ValueError(f"ema(decay={brief(decay)}): the decay lies in [0, 1); 0.999 is usual.")
+    require(0 <= decay < 1, f"ema(decay={brief(decay)})", "the decay lies in [0, 1); 0.999 is usual.")
     init, step = algorithm
     one = step.run
 

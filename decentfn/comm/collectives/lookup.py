@@ -12,9 +12,7 @@ from torch import Tensor
 
 from decentfn.comm.collectives.membership import world
 from decentfn.comm.collectives.world import World
-from decentfn.core.context import context
-from decentfn.core.handles import by_handle
-from decentfn.core.scalars import number_on, of_step, operator
+from decentfn.core import by_handle, context, number_on, of_step, operator
 from decentfn.topologies import Topology
 
 

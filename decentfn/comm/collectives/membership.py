@@ -132,9 +132,5 @@ def _forget() -> None:
 @contextmanager
 def use(given: World) -> Iterator[World]:
     """Context in which this thread's operators use `given` instead of the default process group's world."""
-    before = context.world
-    context.world = given
-    try:
+    with context.having(world=given):
         yield given
-    finally:
-        context.world = before

@@ -37,8 +37,7 @@ from decentfn.comm.collectives.membership import world
 from decentfn.comm.collectives.messages import land, lose_message, reduce, send
 from decentfn.comm.collectives.session import Call
 from decentfn.comm.collectives.world import World
-from decentfn.core.context import context
-from decentfn.core.scalars import operator
+from decentfn.core import context, operator
 from decentfn.torch_private.functorch import has_no_value, holds, with_workers_first
 
 

@@ -29,12 +29,8 @@ _HEADER = 1024  # bytes of a header
 @contextmanager
 def calling(call: str, *, of_state: bool = False) -> Iterator[None]:
     """Label this thread's collectives with the user's call; `of_state`: all processes call it after the same step."""
-    before = context.call
-    context.call = before or (call, of_state)
-    try:
+    with context.having(call=context.call or (call, of_state)):
         yield
-    finally:
-        context.call = before
 
 
 class _Header(NamedTuple):

@@ -16,11 +16,11 @@ from decentfn.comm import collectives
 from decentfn.comm.gossip.guarding import are_finite
 from decentfn.comm.gossip.plain import Posted, coarse, inbox_of, own_gamma, post, with_flags
 from decentfn.compressors import Compressor, Key, identity
+from decentfn.core import context, once, rounded
 from decentfn.core.buckets import BucketPlan, Buckets, add, each, loose, wide
-from decentfn.core.context import context
-from decentfn.core.scalars import once, rounded
 from decentfn.topologies import Topology, complete, from_permutations
 from decentfn.topologies.combine import combination
+from decentfn.topologies.rounds import noted
 
 
 class Compressed(NamedTuple):
@@ -114,9 +114,7 @@ def _decoded(compressor: Compressor, message: Tensor, plan: BucketPlan) -> Tenso
 
 def all_to_all(num_workers: int) -> Topology:
     """Topology in which every worker sends to every other in one step: N - 1 messages each."""
-    made = as_messages(complete(num_workers))
-    object.__setattr__(made, "family", all_to_all)
-    return made
+    return noted(as_messages(complete(num_workers)), family=all_to_all)
 
 
 @combination

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from decentfn.comm import collectives
 from decentfn.comm.gossip import guarding
+from decentfn.core import context, rounded
 from decentfn.core.buckets import BucketPlan, Buckets, cast_like, is_finite, known_finite, where, wide
-from decentfn.core.context import context
-from decentfn.core.scalars import rounded
 from decentfn.optim.transforms import MixContext
 from decentfn.topologies import Topology
 from decentfn.torch_private import functorch

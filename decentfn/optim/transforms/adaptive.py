@@ -7,9 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn.core.arguments import checks_numbers, require
+from decentfn.core import Numbers, checks_numbers, once, require
 from decentfn.core.buckets import Buckets, Mask, each, widen, zeros_like
-from decentfn.core.scalars import Numbers, once
 from decentfn.optim.transforms.basic import RateState, Scalar, new_count, next_rate, start_rate, trace, unless_zero
 from decentfn.optim.transforms.optimizers import (
     AdamState,

@@ -14,11 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn.core import trees
-from decentfn.core.arguments import checks_numbers, real, require
+from decentfn.core import Numbers, PyTree, checks_numbers, once, real, require, trees
 from decentfn.core.buckets import Buckets, Mask, each, global_norm, in_parts, multiply, where, wide, zeros_like
-from decentfn.core.scalars import Numbers, once
-from decentfn.core.trees import PyTree
 from decentfn.optim.schedule_checks import require_schedule
 from decentfn.optim.transforms.transform import Transform, ascending, descending, masked
 from decentfn.torch_private import functorch

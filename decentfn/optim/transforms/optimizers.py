@@ -10,9 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn.core.arguments import checks_numbers, require
+from decentfn.core import checks_numbers, once, require
 from decentfn.core.buckets import Buckets, Mask, each, into, zeros_like
-from decentfn.core.scalars import once
 from decentfn.optim.transforms.basic import (
     Scalar,
     add_decayed_weights,
@@ -234,14 +233,14 @@ def with_decay(
     weight_decay: Scalar,
     mask: Mask | None,
     direction: Transform,
-    *,
+    *then: Transform,
     is_decoupled: bool,
 ) -> Transform:
-    """Chain a direction with weight decay, before it (l2 regularization) or after it, and the learning rate."""
+    """Chain a direction with weight decay, before it (l2 regularization) or after it, others, and the learning rate."""
     require_decayed(call, learning_rate, weight_decay, mask)
     decay = unless_zero(weight_decay, lambda: add_decayed_weights(weight_decay, mask))
     parts = (direction, *decay) if is_decoupled else (*decay, direction)
-    return chain(*parts, scale_by_learning_rate(learning_rate))
+    return chain(*parts, *then, scale_by_learning_rate(learning_rate))
 
 
 def require_decayed(call: str, learning_rate: Scalar, weight_decay: Scalar, mask: Mask | None) -> None:

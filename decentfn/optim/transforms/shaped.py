@@ -8,24 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn.core import trees
-from decentfn.core.arguments import checks_numbers, require
+from decentfn.core import Numbers, PyTree, checks_numbers, once, require, trees
 from decentfn.core.buckets import Mask, wide
-from decentfn.core.scalars import Numbers, once
-from decentfn.core.trees import PyTree
 from decentfn.optim.orthogonalize import orthogonalize
-from decentfn.optim.transforms.basic import (
-    RateState,
-    Scalar,
-    add_decayed_weights,
-    next_rate,
-    require_scalars,
-    scale_by_learning_rate,
-    start_rate,
-    unless_zero,
-)
-from decentfn.optim.transforms.optimizers import require_adam, require_decayed, scale_by_adam, with_decay
-from decentfn.optim.transforms.transform import Transform, ascending, by_leaf, chain, descending
+from decentfn.optim.transforms.basic import RateState, Scalar, next_rate, require_scalars, start_rate
+from decentfn.optim.transforms.optimizers import require_adam, scale_by_adam, with_decay
+from decentfn.optim.transforms.transform import Transform, ascending, by_leaf, descending
 
 
 class AdafactorState(NamedTuple):
@@ -56,7 +44,6 @@ def lamb(
     Args: those of `adam`; the decay is part of d.
     Source: You et al., ICLR 2020.
     """
-    require_decayed("lamb", learning_rate, weight_decay, mask)
     require_adam("lamb", b1, b2, eps)
 
     def scaled(d: Tensor, x: Tensor) -> Tensor:
@@ -64,9 +51,8 @@ def lamb(
         ratio = once(torch.where((of_x > 0) & (of_d > 0), of_x / of_d, torch.ones_like(of_d)))
         return (d.to(wide(d.dtype)) * ratio).to(d.dtype)
 
-    trust = by_leaf(Transform(lambda params: (), lambda d, state, x: (trees.map(scaled, d, x), state)))
-    decay = unless_zero(weight_decay, lambda: add_decayed_weights(weight_decay, mask))
-    return chain(scale_by_adam(b1, b2, eps), *decay, ascending(*trust), scale_by_learning_rate(learning_rate))
+    trust = ascending(*by_leaf(Transform(lambda params: (), lambda d, state, x: (trees.map(scaled, d, x), state))))
+    return with_decay("lamb", learning_rate, weight_decay, mask, scale_by_adam(b1, b2, eps), trust, is_decoupled=True)
 
 
 @checks_numbers

@@ -13,11 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn.core import trees
-from decentfn.core.arguments import require
+from decentfn.core import PyTree, brief, require, trees
 from decentfn.core.buckets import Buckets, Mask, Plan, elements
-from decentfn.core.formatting import brief
-from decentfn.core.trees import PyTree
 
 Sign = int | Callable[[str, tuple[int, ...]], int]
 """1 if updates point along the gradient, -1 if against it, 0 if that is unknown; or a function of a leaf's name and shape."""
