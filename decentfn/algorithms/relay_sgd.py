@@ -20,9 +20,8 @@ from torch import Tensor
 
 from decentfn import kit
 from decentfn.comm import collectives, gossip
-from decentfn.core import trees
+from decentfn.core import Numbers, trees
 from decentfn.core.buckets import loose
-from decentfn.core.scalars import Numbers
 from decentfn.topologies.rounds import demanding
 
 

@@ -7,10 +7,8 @@ from torch import Tensor
 
 from decentfn.compressors import wire
 from decentfn.compressors.compressor import Compressor, Fields, Key, check_chunk, packed
-from decentfn.core import draws
-from decentfn.core.arguments import checks_numbers, require
+from decentfn.core import checks_numbers, draws, once, require
 from decentfn.core.buckets import BucketPlan, wide
-from decentfn.core.scalars import once
 
 
 @checks_numbers

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from decentfn.core import draws
+from decentfn.core import draws, once, operator
 from decentfn.core.buckets import BucketPlan, wide
-from decentfn.core.scalars import once, operator
 from decentfn.torch_private.functorch import with_workers_first
 
 

@@ -18,7 +18,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
 
@@ -28,6 +29,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from torch.distributed.distributed_c10d import Store
 
 from decentfn.core.formatting import brief_error
+from decentfn.errors import RunError
 
 _log = logging.getLogger("decentfn")
 
@@ -42,6 +44,15 @@ _LOOK_S = 0.2
 _POLL_S = 0.005
 _CONNECTING = timedelta(seconds=1)
 """Timeout of each of gloo's five attempts to connect to a process that has come, which may have died since."""
+
+
+@contextmanager
+def reported_as(kind: type[RunError], what: str, **place: int) -> Iterator[None]:
+    """Turn PyTorch's error into one of this library's, whose message says what failed, and why."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise kind(f"{what}: {brief_error(error)}", **place) from error
 
 
 def require_recoverable(call: str) -> None:

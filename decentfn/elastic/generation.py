@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -16,7 +16,6 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from decentfn.comm.collectives import Channels, Hooks, Session, World
-from decentfn.core.formatting import brief_error
 from decentfn.elastic import connections
 from decentfn.errors import PeerLost
 from decentfn.topologies import Topology
@@ -108,7 +107,7 @@ class Generation(Hooks):
         """Begin the sum over all."""
         group = self.world.channels.group
         if self._sum is not None and group is not None:
-            with _with_all(self.world, t):
+            with self._taking(t):
                 self._sum = self._sum[0], group.allreduce([self._sum[0]])
 
     def after_step(self, t: int) -> None:
@@ -116,7 +115,7 @@ class Generation(Hooks):
         if self._sum is None:
             return
         (waiting, begun), self._sum = self._sum, None
-        with _with_all(self.world, t):
+        with self._taking(t):
             if begun is not None:
                 self._await_all(begun)
             works, self._arriving = self._arriving, []
@@ -204,6 +203,11 @@ class Generation(Hooks):
     def roll(self) -> Store:
         """Store of the roll call that ends this generation."""
         return PrefixStore(f"survive {self.changes + 1}", self.run)
+
+    def _taking(self, t: int) -> AbstractContextManager[None]:
+        rank = self.world.rank
+        what = f"step t={t} on worker {rank}: not all workers have taken it"
+        return connections.reported_as(PeerLost, what, process=rank, step=t)
 
     def _await_all(self, begun: Any) -> None:
         """Wait until all have begun, or until others call the roll.
@@ -311,16 +315,3 @@ def go_on(here: World, members: Members, patience: timedelta) -> Generation:
 def _outlive(_group: Any, begun: Any) -> None:
     while not begun.is_completed():  # not wait(): the end of Python would then end the process within C++
         time.sleep(1)
-
-
-@contextmanager
-def _with_all(here: World, t: int) -> Iterator[None]:
-    """Turn torch.distributed's error into PeerLost."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise PeerLost(
-            f"step t={t} on worker {here.rank}: not all workers have taken it: {brief_error(error)}",
-            process=here.rank,
-            step=t,
-        ) from error

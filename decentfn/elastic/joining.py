@@ -24,7 +24,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 import decentfn
 from decentfn.comm.collectives import Channels, World
 from decentfn.comm.fingerprint import as_bytes
-from decentfn.core import brief_error, require, trees
+from decentfn.core import require, trees
+from decentfn.elastic.connections import reported_as
 from decentfn.elastic.generation import Generation, Members, generation_of
 from decentfn.elastic.liveness import Liveness
 from decentfn.elastic.roll_call import POLL_S, Decision
@@ -58,12 +59,9 @@ def versions() -> dict[str, str]:
 
 def wait_for_run(here: World, store: Store, timeout: timedelta) -> World:
     """Make a process alone one that waits to join the run in this store."""
-    try:
+    no_run = f"init(join=True, timeout={timeout}): no run with df.survive has begun a step at this address"
+    with reported_as(ExchangeTimeout, no_run):
         name, size, theirs, device = json.loads(store.get(_RUN))
-    except RuntimeError as error:
-        raise ExchangeTimeout(
-            f"init(join=True, timeout={timeout}): no run with df.survive has begun a step at this address: {brief_error(error)}"
-        ) from error
     for what, version in versions().items():
         if theirs[what] != version:
             raise PlanMismatch(

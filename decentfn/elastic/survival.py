@@ -186,17 +186,12 @@ class _Survivor:
         import scipy.sparse.csgraph  # noqa: F401  # for the schedule after a loss, when others would wait for the import
 
         seats = tuple(here.identity.processes)
-        try:
+        late = f"survive: another worker did not call its step within the timeout of df.init ({here.timeout})"
+        with connections.reported_as(ExchangeTimeout, late, process=here.rank):
             self._store = joining.open_run(here, state)
             self._announce(here.rank)
             self._liveness.learn(seats)
             begin(here, Generation(here, Members(0, seats, seats), here.rank, self._store, self._liveness.is_gone))
-        except RuntimeError as error:
-            raise ExchangeTimeout(
-                f"survive: another worker did not call its step within the timeout of df.init ({here.timeout}): "
-                f"{brief_error(error)}",
-                process=here.rank,
-            ) from error
         if generation_of(here).polls:
             connections.watch(weakref.ref(here), lambda here: generation_of(here).require_present())
 

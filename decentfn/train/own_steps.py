@@ -12,10 +12,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 
 from decentfn.algorithms.mail import Memory, with_mail, with_room
 from decentfn.comm import collectives
-from decentfn.core import trees
-from decentfn.core.arguments import checks_numbers, require
-from decentfn.core.formatting import brief
-from decentfn.core.stacking import over_workers
+from decentfn.core import brief, checks_numbers, over_workers, require, trees
 from decentfn.errors import PeerLost
 from decentfn.kit.state import State
 from decentfn.kit.step import MAIL_IS_ELSEWHERE

@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from decentfn.core import brief_error, require
+from decentfn.elastic.connections import reported_as
 from decentfn.errors import ExchangeTimeout
 
 _Made = TypeVar("_Made")
@@ -56,12 +57,8 @@ def store_of_environment(timeout: timedelta) -> Store:
     host, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
     rule = f"MASTER_ADDR={host!r}, MASTER_PORT={port!r}; set both to the address of the run's store."
     require(bool(host) and port.isdecimal(), "init(join=True)", rule)
-    try:
+    with reported_as(ExchangeTimeout, f"init(join=True, timeout={timeout}): no store answers at {host}:{port}"):
         return TCPStore(host, int(port), is_master=False, timeout=timeout)
-    except RuntimeError as error:
-        raise ExchangeTimeout(
-            f"init(join=True, timeout={timeout}): no store answers at {host}:{port}: {brief_error(error)}"
-        ) from error
 
 
 def answered(connect: Callable[[], _Made], timeout: timedelta) -> _Made:

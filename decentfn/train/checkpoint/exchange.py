@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from decentfn.comm import collectives
-from decentfn.core.arguments import require
-from decentfn.core.formatting import brief
+from decentfn.core import brief, require
 from decentfn.errors import CheckpointCorrupt
 from decentfn.kit.state import State
 from decentfn.train.checkpoint import files

@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 
 from decentfn.comm.fingerprint import digest
-from decentfn.core import trees
-from decentfn.core.arguments import require
+from decentfn.core import brief, require, trees
 from decentfn.core.buckets import Buckets, Place, Plan
-from decentfn.core.formatting import brief
 from decentfn.train.consensus import is_stacked
 from decentfn.train.state_dicts import without_compiled
 

@@ -19,10 +19,8 @@ from torch import Tensor
 
 import decentfn
 from decentfn.comm import collectives
-from decentfn.core import trees
-from decentfn.core.arguments import at_least, require
+from decentfn.core import at_least, brief, require, trees, warn
 from decentfn.core.buckets import Place
-from decentfn.core.formatting import brief, warn
 from decentfn.elastic.generation import awaited_run
 from decentfn.errors import RunError
 from decentfn.kit.state_check import is_state
