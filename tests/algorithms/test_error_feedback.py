@@ -189,6 +189,17 @@ def test_the_mean_does_not_depend_on_the_compressor_of_messages_to_peers(name, c
     assert np.abs(found - plain).max() > 1e-6
 
 
+@pytest.mark.parametrize("schedule", ["complete", "base"])
+@pytest.mark.parametrize("name", ["noloco", "gasloc", "factored_gossip_diloco"])
+def test_groups_get_compressed_values_as_messages(name, schedule):
+    """A compressor that loses nothing, and has an error and messages all the same, is the method without one."""
+    p, topology, found = problem(N), df.topology(schedule, N), []
+    for compressor in (None, C.cast(torch.float64)):
+        made = getattr(df, name)(loss, Sgd(LR), topology, inner_steps=H, bucket_mb=1e-9, compressor=compressor)
+        found.append(run(made, p, STEPS))
+    np.testing.assert_allclose(found[1], found[0], rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", ["noloco", "gasloc", "factored_gossip_diloco"])
 def test_a_peer_refuses_a_compressor_that_leaves_parameters_out(name):
     algorithm = built(name, problem(N), compressor=C.sign())
