@@ -336,3 +336,14 @@ def test_nobody_waits_for_a_process_whose_evaluation_fails():
 def test_what_is_no_metric_or_batch_gets_a_sentence(evaluated, batch, words):
     with pytest.raises(ValueError, match=words):
         df.evaluate(evaluated, state_of(range(N)), [batch])
+
+
+@pytest.mark.parametrize("module", [nn.Linear(2, 2), nn.BatchNorm1d(2)])
+def test_a_metric_that_leaves_the_buffers_out_is_told_how_to_pass_them(module):
+    params, buffers, loss_fn = df.functional(module, nn.functional.mse_loss)
+    state = df.adapt_then_combine(loss_fn, df.sgd(0.1), df.topology("complete", 1)).init(params, buffers)
+    batches = [(torch.ones(3, 2), torch.zeros(3, 2))]
+    with pytest.raises(TypeError, match=r"write loss, _ = loss_fn\(params, buffers, batch\)"):
+        df.evaluate(lambda params, batch: loss_fn(params, batch), state, batches)
+    as_told = df.evaluate(lambda params, buffers, batch: loss_fn(params, buffers, batch)[0], state, batches)
+    assert as_told == df.evaluate(loss_fn, state, batches)

@@ -63,8 +63,12 @@ class ModuleLoss:
         self._empty = [(m, n) for m in self.network.modules() for n, x in m._buffers.items() if x is None]
         """Buffers that are None."""
 
-    def __call__(self, params: PyTree, buffers: PyTree, batch: Any) -> tuple[Tensor, tuple[PyTree, PyTree]]:
+    def __call__(self, params: PyTree, buffers: PyTree, batch: Any = ...) -> tuple[Tensor, tuple[PyTree, PyTree]]:
         """Run the module with these parameters and copies of these buffers; leave no tensor of torch.func in it."""
+        if batch is ...:
+            raise TypeError(
+                f"{self._call}: write loss, _ = loss_fn(params, buffers, batch); buffers are {{}} if it has none."
+            )
         new = {name: b if name in self.frozen else torch.clone(b) for name, b in buffers.items()}
         given = {**params, **new}
         changed: list[str] = []

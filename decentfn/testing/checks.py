@@ -16,7 +16,7 @@ from decentfn.core.buckets import BucketPlan, Buckets, flatten, loose
 from decentfn.engine.cache import counted
 from decentfn.engine.compilation import compile
 from decentfn.testing import problem
-from decentfn.testing.ranks import on_ranks
+from decentfn.testing.ranks import alone_as_rank_of, on_ranks
 from decentfn.topologies import Topology, mixing_matrix
 
 _ROUNDS, _RANKS = 16, 9  # of a topology: tried, and run by gloo
@@ -24,6 +24,7 @@ _UPDATES, _WORKERS = 3, 3  # of a transform
 _DRAWS = 20  # of a compressor
 
 
+@alone_as_rank_of(1)
 def check_topology(topology: Topology) -> None:
     """Check the rounds of a schedule (16 of a long or random one).
 

@@ -62,7 +62,7 @@ def on_kept_ranks(num_ranks: int, function: Callable[..., T], *, delay: float = 
 def alone_as_rank_of(num_ranks: int) -> Iterator[World]:
     """Make this thread rank 0 of a world without other ranks: messages are dropped, and zeros arrive.
 
-    Used to compile a step once before all ranks run its code.
+    Used to compile a step once before all ranks run its code, and, with one rank, to check within torchrun's processes.
     """
     with use(World(_Nowhere(Identity.of(0, num_ranks), _NoGroup()))) as world:
         yield world

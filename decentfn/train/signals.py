@@ -123,9 +123,8 @@ class Stop:
                 if os.environ.get("LOCAL_RANK", "0") == "0":
                     self._mark()
             elif error is not None:
-                self._world.session.note_failure(
-                    None, timed_out=False
-                )  # before a wait that `hang_up` ends is told as a timeout
+                # Before a wait that `hang_up` ends is told as a timeout.
+                self._world.session.note_failure(None, timed_out=False)
                 self._world.hang_up()
                 if self._received and isinstance(error, RunError):  # preempted all the same
                     self._mark()

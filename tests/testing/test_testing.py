@@ -171,3 +171,15 @@ def test_a_topology_whose_weights_do_not_sum_to_one_is_found():
     object.__setattr__(good, "weights", good.weights * 0.99)
     with pytest.raises(AssertionError, match="sum to 1"):
         testing.check_topology(good)
+
+
+def test_checks_in_a_process_of_several_are_of_one_alone():
+    """At the head of a script under torchrun, by rank 0 or by all; the topology has another size than the run."""
+
+    def check(rank):
+        if rank == 0:
+            testing.check_topology(df.topology("static-ring", 4))
+            return testing.try_promise(PROMISES["works_alone"], testing.Subject(my_algorithm(None), ring))
+        return None
+
+    assert testing.on_ranks(2, check) == [None, None]
