@@ -1,9 +1,14 @@
-"""Allocations of PyTorch on the CPU."""
+"""What a call costs, counted: allocations of PyTorch on the CPU, elements written, calls of Python functions."""
 
+import gc
+import sys
 from collections.abc import Callable
 from math import prod
+from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile
+
+import decentfn
 
 
 def peak_of(function: Callable[[], object]) -> int:
@@ -24,3 +29,24 @@ def elements_of(function: Callable[[], object], *names: str) -> int:
         function()
     events = [event for event in profiled.events() if event.name in names]
     return sum(prod(shape) for event in events for shape in event.input_shapes[:1])
+
+
+def calls_of(function: Callable[[], object]) -> tuple[list[str], list[str]]:
+    """Names of the Python functions that are called while `function` runs: the library's, and all."""
+    own, calls, library = list[str](), list[str](), str(Path(decentfn.__file__).parent)
+
+    def note(frame, event, argument):  # pyright: ignore
+        if event == "call":
+            calls.append(frame.f_code.co_name)
+            if frame.f_code.co_filename.startswith(library):
+                own.append(frame.f_code.co_name)
+
+    gc.collect()
+    gc.disable()  # or what it finalizes would be counted
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return own, calls

@@ -1,13 +1,11 @@
 """Promises of compilation, counted: graphs, positions, allocations, purity."""
 
-import gc
 import os
 import re
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ import decentfn as df
 from decentfn.core import trees
 from decentfn.testing.ranks import alone_as_rank_of, on_ranks
 from tests import network
+from tests.allocations import calls_of
 
 pytestmark = pytest.mark.thorough
 
@@ -256,22 +255,7 @@ def python_calls(tensors, around=lambda loss_fn: loss_fn, change=df.compile):
     state, step, x = init({f"w{i}": torch.ones(30, 5) for i in range(tensors)}), change(step), torch.ones(4, 30)
     for t in range(3):
         step(state, x, t)
-    calls, own = [], []
-    library = str(Path(df.__file__).parent)
-
-    def note(frame, event, argument):
-        if event == "call":
-            calls.append(frame.f_code.co_name)
-            if frame.f_code.co_filename.startswith(library):
-                own.append(frame.f_code.co_name)
-
-    gc.collect()
-    gc.disable()  # or what it finalizes would be counted
-    sys.setprofile(note)
-    step(state, x, 3)
-    sys.setprofile(None)
-    gc.enable()
-    return [[name for name in names if not name.startswith("donated_")] for names in (own, calls)]
+    return [[name for name in its if not name.startswith("donated_")] for its in calls_of(lambda: step(state, x, 3))]
 
 
 def test_a_step_is_a_dozen_python_calls_however_many_tensors_there_are(ranks):

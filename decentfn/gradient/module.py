@@ -147,8 +147,10 @@ class ModuleLoss:
             missing = given.keys() - own.keys()
         if more := own.keys() - given.keys():
             more = {name for name in more if isinstance(own[name], nn.Parameter)}
-        rule = f"the module has changed since, in {brief(sorted(missing or more))}; call df.functional again."
-        require(not (missing or more), self._call, rule)
+        if changed := sorted(missing or more):
+            raise ValueError(
+                f"{self._call}: the module has changed since, in {brief(changed)}; call df.functional again."
+            )
         return given
 
     def require_in_place(self, replaced: Iterable[str]) -> None:

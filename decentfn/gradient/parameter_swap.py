@@ -52,9 +52,10 @@ class ParameterSwap:
     @classmethod
     def beside_weights(cls, loss_fn: Any, entries: list[Entry], values: dict[str, Tensor]) -> ParameterSwap:
         """Swap in the values that a module's own tensors can hold, for lists and closures that have them."""
-        own = own_by_name(entries)
-        fitting = [n for n, x in values.items() if x.device == own[n].device and not functorch.is_batched(x)]
-        return cls(loss_fn, entries, {name: values[name] for name in fitting}, {})
+        swap = cls(loss_fn, entries, {}, {})
+        fitting = [n for n, x in values.items() if x.device == swap.own[n].device and not functorch.is_batched(x)]
+        swap._values = {name: values[name] for name in fitting}
+        return swap
 
     def __enter__(self) -> ParameterSwap:
         try:
@@ -147,14 +148,11 @@ def weights(entries: list[Entry], tensors: dict[str, Tensor]) -> Iterator[None]:
     At the end its own are restored; `tensors` then has the module's replacements. If a block is used twice, the public
     `torch.func.functional_call` restores in the wrong order.
     """
-    names: dict[Tensor, str] = {}
-    for entry in entries:
-        if entry.name in tensors and entry.own not in names:
-            names[entry.own] = entry.name
-    entries = [entry for entry in entries if entry.own in names]
+    names = {id(entry.own): entry.name for entry in reversed(entries) if entry.name in tensors}  # of each the first
+    entries = [entry for entry in entries if id(entry.own) in names]
     try:
         for entry in entries:
-            entry.holder[entry.key] = tensors[names[entry.own]]
+            entry.holder[entry.key] = tensors[names[id(entry.own)]]
         yield
     finally:
         for entry in entries:

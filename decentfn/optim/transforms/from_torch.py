@@ -150,11 +150,11 @@ class _Adapter:
             return same[0]
         with self._lock:
             if key not in self._forms:
-                named = named_leaves(ones(plan, device))
+                named = named_leaves(plan, ones(plan, device).leaves())
                 does_send = sends(self.optimizer(named, plan), named, trial_gradient(plan, device))
                 rule = "its optimizer sends messages by torch.distributed in a step; take its version for one process."
                 require(not does_send, CALL, rule)
-                named = named_leaves(ones(plan, device))
+                named = named_leaves(plan, ones(plan, device).leaves())
                 optimizer = self.optimizer(named, plan)
                 if self._lr_scheduler is not None:
                     try:
@@ -179,7 +179,7 @@ class _Adapter:
         name = type(optimizer).__name__
         try:
             for trial in range(TRIALS):
-                self._rebuilt(form, None, trial_gradient(form.plan, form.device, trial), x, state)
+                self.step(form, trial_gradient(form.plan, form.device, trial), x, state, is_trial=True)
         except Exception as error:
             raise ValueError(f"{CALL}: {name}, rebuilt with what it keeps, raised {brief_error(error)}.") from error
         for (of_leaf, _), leaf, end in zip(named, x.leaves(), arrived, strict=True):
@@ -214,17 +214,11 @@ class _Adapter:
             groups = zip(optimizer.param_groups, first, strict=True)
             return [{k: v for k, v in own.items() if k == "lr" or v is not old.get(k)} for own, old in groups]
 
-    def step(self, grads: Buckets, params: Buckets, state: TorchState) -> None:
-        """Take one step of one worker, in place."""
-        form = self.form(params.plan, params[0].device)
-        options = self.options(int(state.count), named_leaves(params), params.plan) if form.scheduled else None
-        self._rebuilt(form, options, grads, params, state)
-
-    def _rebuilt(
-        self, form: Form, options: list[dict[str, Any]] | None, grads: Buckets, params: Buckets, state: TorchState
-    ) -> None:
-        """Take a step in place with another optimizer; `options` of its groups are those of a scheduler."""
-        named, own = named_leaves(params), each(torch.clone, grads) if form.writes_gradients else grads
+    def step(self, form: Form, grads: Buckets, params: Buckets, state: TorchState, *, is_trial: bool = False) -> None:
+        """Take one step of one worker, in place, with another optimizer; a trial is without the scheduler."""
+        leaves, own = params.leaves(), each(torch.clone, grads) if form.writes_gradients else grads
+        named = named_leaves(form.plan, leaves)
+        options = self.options(int(state.count), named, form.plan) if form.scheduled and not is_trial else None
         for (_, p), g in zip(named, own.leaves(), strict=True):
             p.grad = g
         places = form.places(state)
@@ -234,7 +228,7 @@ class _Adapter:
         form.require_known(optimizer, before)
         rule = f"{type(optimizer).__name__} wrote over gradients, which {TRIALS} trial steps did not; clip in its step(), in a class of your own."
         require(versions == [g._version for g in grads], CALL, rule)
-        form.take(optimizer, named, params, state, places)
+        form.take(optimizer, named, leaves, state, places)
 
     def _restored(
         self, form: Form, options: list[dict[str, Any]] | None, named: Named, state: TorchState, places: Places
@@ -262,7 +256,7 @@ class _Adapter:
         form = self.form(plan, params[0].device)
         state = trees.fill(form.template, [x.clone() for x in trees.leaves(state)])
         new = Buckets([x.clone() for x in params], plan)
-        named = named_leaves(new)
+        named = named_leaves(plan, new.leaves())
         options = self.options(int(state.count), named, plan) if form.scheduled else None
         optimizer = self._restored(form, options, named, state, form.places(state))
         optimizer.eval()
@@ -292,10 +286,10 @@ def _kernel(
     require(context.inputs is None, 'compile(step, mode="reduce-overhead") with df.from_torch', rule)
     adapter, layout = by_handle(handle), by_handle(plan)
     with torch.no_grad():
+        form = adapter.form(layout, params[0].device)
         for i in range(workers) if workers else [...]:  # [...] is all of a tensor
-            x = Buckets([b[i] for b in params], layout)
-            own = trees.fill(adapter.form(layout, x[0].device).template, [s[i] for s in state])
-            adapter.step(Buckets([g[i] for g in grads], layout), x, own)
+            own = trees.fill(form.template, [s[i] for s in state])
+            adapter.step(form, Buckets([g[i] for g in grads], layout), Buckets([b[i] for b in params], layout), own)
 
 
 def _over_workers(info: Any, in_dims: Any, *arguments: Any) -> tuple[None, None]:

@@ -187,9 +187,9 @@ class Form:
         for group, kinds, own in zip(optimizer.param_groups, self.groups, state.groups, strict=True):
             group.update({key: kind.restored(own[key]) for key, kind in kinds.items()})
 
-    def take(self, optimizer: Any, named: Named, params: Buckets, state: TorchState, places: Places) -> None:
+    def take(self, optimizer: Any, named: Named, leaves: list[Tensor], state: TorchState, places: Places) -> None:
         """Write what the optimizer has put elsewhere over the state and the parameters, and count the step."""
-        pairs = [(x, p.data) for x, (_, p) in zip(params.leaves(), named, strict=True)]
+        pairs = [(x, p.data) for x, (_, p) in zip(leaves, named, strict=True)]
         for (_, p), own in zip(named, places, strict=True):
             its = optimizer.state[p]
             pairs += [(x, its[key]) for key, x in own.items() if its[key] is not x]
@@ -213,10 +213,10 @@ def leaves_of(plan: Plan) -> list[tuple[Any, ...]]:
     return [(s.name, s.shape, s.is_complex, bucket.dtype) for bucket in plan.buckets for s in bucket.segments]
 
 
-def named_leaves(x: Buckets) -> Named:
+def named_leaves(plan: Plan, leaves: list[Tensor]) -> Named:
     """Return the leaves as named parameters that are views of the buckets."""
-    segments = [segment for bucket in x.plan.buckets for segment in bucket.segments]
-    return [(s.name, parameter(leaf, s.attributes or {})) for s, leaf in zip(segments, x.leaves(), strict=True)]
+    segments = [segment for bucket in plan.buckets for segment in bucket.segments]
+    return [(s.name, parameter(leaf, s.attributes or {})) for s, leaf in zip(segments, leaves, strict=True)]
 
 
 def parameter(x: Tensor, attributes: Mapping[str, Any]) -> nn.Parameter:
