@@ -48,14 +48,10 @@ def on_kept_ranks(num_ranks: int, function: Callable[..., T], *, delay: float = 
     Every message is read from memory and sent `delay` seconds late, so overwriting it before the wait changes the
     message.
     """
-    key = (num_ranks, delay)
-    if key not in _kept:
-        _kept[key] = _connect(num_ranks, _TIMEOUT, delay)
-    try:
-        return _run(_kept[key], function)
-    except BaseException:
-        del _kept[key]
-        raise
+    worlds = _kept.pop((num_ranks, delay), None) or _connect(num_ranks, _TIMEOUT, delay)
+    results = _run(worlds, function)
+    _kept[num_ranks, delay] = worlds
+    return results
 
 
 @contextmanager

@@ -41,9 +41,8 @@ class Law(NamedTuple):
 def _mean(state: Any, topology: Topology, t: int) -> list[Tensor]:
     """Return the workers' mean, on a column-stochastic graph weighted by push-sum's `memory.weight`."""
     weight = getattr(state.memory, "weight", None) if topology.needs_push_sum else None
-    return [
-        ((1.0 if weight is None else weight.double()[:, None]) * bucket.double()).mean(0) for bucket in state.params
-    ]
+    scale = 1.0 if weight is None else weight.double()[:, None]
+    return [(scale * bucket.double()).mean(0) for bucket in state.params]
 
 
 def _spread(state: Any, topology: Topology, t: int) -> list[Tensor]:
@@ -170,8 +169,7 @@ def ranks(
         return problem.stacked(rows) if local > 1 else rows[0]
 
     def start(rank: int) -> Any:
-        algorithm, own = built.algorithm, workers(rank)
-        return subject.start(algorithm, own, stacked=local > 1, with_buffers=run.with_buffers)
+        return subject.start(built.algorithm, workers(rank), stacked=local > 1, with_buffers=run.with_buffers)
 
     def train(rank: int) -> list[Any]:
         state, history = starts[rank], [trees.map(torch.clone, starts[rank])]
