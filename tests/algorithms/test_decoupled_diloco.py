@@ -108,7 +108,7 @@ def test_what_is_not_shared_of_a_worker_without_tokens_is_left_out_too():
     step, state = df.simulate(made.step, N), start(made, p)
     for t in range(H):
         state, _ = step(state, batch_at(p, t, np.array([1.0, 1.0, 1.0, 0.0])), t)
-    own = np.asarray(state.memory.phi.tree()["head"])
+    own = state.memory.phi.tree()["head"].reshape(N, -1).numpy()
     np.testing.assert_array_equal(own[3], p.start[3, : own.shape[1]])
     assert (np.abs(own[:3] - p.start[:3, : own.shape[1]]).max(1) > 1e-3).all()
 
