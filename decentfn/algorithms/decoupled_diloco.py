@@ -36,9 +36,10 @@ class Memory(NamedTuple):
 
     phi: kit.Buckets  # outer parameters, the same on all workers
     b: kit.PyTree  # outer momentum, likewise, None if β = 0; or the outer optimizer's state
-    counts: Tensor  # [2, P]: this worker's tokens since each fragment's last merge, and its steps with tokens
+    tokens: Tensor  # [P], this worker's since each fragment's last merge
+    steps: Tensor  # [P], its steps with tokens since then
     error: kit.Buckets | None = None  # error of compressed progress; None without a compressor
-    averaged = ("phi", "b", "counts", "error")  # over the workers, by df.resize
+    averaged = ("phi", "b", "tokens", "steps", "error")  # over the workers, by df.resize
     restart = kit.restarting("phi")
 
 
@@ -103,23 +104,25 @@ def decoupled_diloco(
     loop = Fragments("decoupled_diloco", num_fragments, inner_steps, outer_optimizer, *feedback)
 
     def start(x: kit.Buckets) -> Memory:
-        return Memory(kit.copy_wide(x), loop.init(x), no_weight(x, 2, num_fragments), loop.start(x))
+        none = no_weight(x, num_fragments)
+        return Memory(kit.copy_wide(x), loop.init(x), none, torch.zeros_like(none), loop.start(x))
 
     def count(memory: Memory, weight: Tensor | None) -> Memory:
-        now = torch.ones_like(memory.counts[0, :1]) if weight is None else weight.to(memory.counts.dtype).view(1)
-        return memory._replace(counts=memory.counts + torch.stack([now, (now > 0).to(now.dtype)]))
+        now = torch.ones_like(memory.tokens[0]) if weight is None else weight.to(memory.tokens.dtype)
+        return memory._replace(tokens=memory.tokens + now, steps=memory.steps + (now > 0))
 
     def outer(theta: kit.Buckets, memory: Memory, t: Tensor) -> tuple[kit.Buckets, Memory]:
-        phi, b, counts, error = memory
-        is_here = True if arrives is None else arrives(*step_and_worker(counts, worker.everyone, t))
-        tokens, steps = (counts * is_here).unbind()
+        phi, b, *counts, error = memory
+        is_here = True if arrives is None else arrives(*step_and_worker(memory.steps, worker.everyone, t))
+        tokens, steps = (x * is_here for x in counts)
         own = torch.stack([tokens**2 / steps.clamp(min=1), (steps > 0).to(steps.dtype)], 1)
         sent, takes_part, share_trained = loop.weighted(progress(phi, theta), own, t)
         merges = loop.turn(phi, loop.launches, t) & (share_trained > (quorum - 0.5) / n)
         mine = merges & is_here
         delta, error = loop.post(phi, sent, error, t, merges & takes_part)[1]()
         phi, b, _ = loop.step(merges, phi, b, delta)
-        return kit.where(loop.mask(phi, mine), phi, theta), Memory(phi, b, torch.where(mine, 0.0, counts), error)
+        counts = [torch.where(mine, 0.0, x) for x in counts]
+        return kit.where(loop.mask(phi, mine), phi, theta), Memory(phi, b, *counts, error)
 
     step = rounds(worker, loop.launches, outer, weight=kit.as_weight("decoupled_diloco", weight), count=count)
     return loop.algorithm(step, start, loop.launches)

@@ -100,6 +100,29 @@ def test_a_worker_without_tokens_keeps_the_error_of_what_it_sent_before():
             assert np.abs(before[3]).max() > 1e-3
 
 
+def test_what_is_not_shared_of_a_worker_without_tokens_is_left_out_too():
+    """Its progress counts neither in the mean nor in its own outer parameters, as in `diloco`."""
+    p = problem(N, starts_equal=True)
+    options = {"inner_steps": H, "num_fragments": 1, "outer_momentum": 0.0, "shared": "!head"}
+    made = built(df.decoupled_diloco, **options)
+    step, state = df.simulate(made.step, N), start(made, p)
+    for t in range(H):
+        state, _ = step(state, batch_at(p, t, np.array([1.0, 1.0, 1.0, 0.0])), t)
+    own = state.memory.phi.tree()["head"].reshape(N, -1).numpy()
+    np.testing.assert_array_equal(own[3], p.start[3, : own.shape[1]])
+    assert (np.abs(own[:3] - p.start[:3, : own.shape[1]]).max(1) > 1e-3).all()
+
+
+def test_a_round_in_which_nobody_trains_is_no_bad_message_to_the_guard():
+    p = problem(N, starts_equal=True)
+    made = df.guard(built(df.decoupled_diloco, **OPTIONS))
+    step, state = df.simulate(made.step, N), start(made, p)
+    for t in range(2 * H):
+        state, _ = step(state, batch_at(p, t, np.zeros(N)), t)
+    assert state.local.guard.replaced.tolist() == [0] * N
+    np.testing.assert_array_equal(flat(state.memory.phi), p.start)
+
+
 def test_preconditions_say_what_to_do():
     with pytest.raises(ValueError, match=r"decoupled_diloco\(.*quorum=5\).*there are 4 workers"):
         built(df.decoupled_diloco, quorum=5, **OPTIONS)

@@ -7,6 +7,7 @@ import torch
 import decentfn as df
 from decentfn import compressors as C
 from decentfn.core import trees
+from decentfn.testing.ranks import on_kept_ranks
 from tests.quadratics import Sgd, batch, build, flat, loss, problem, run, start, states, static_ring
 
 N, H, LR, STEPS = 6, 4, 0.1, 40
@@ -213,6 +214,20 @@ def test_outer_parameters_stay_bit_for_bit_equal_with_a_compressor(name):
     for state in states(built(name, p, compressor=C.quantize(2)), p, STEPS):
         outer = flat(state.memory.x0 if name == "slowmo" else state.memory.phi)
         np.testing.assert_array_equal(outer, np.tile(outer[:1], (N, 1)))
+
+
+@pytest.mark.parametrize(
+    "how", [{"compressor": C.quantize(4)}, {"wire_dtype": torch.bfloat16}], ids=["4 bits", "bfloat16"]
+)
+@pytest.mark.parametrize("name", ["diloco", "slowmo", "streaming_diloco"])
+def test_workers_that_send_progress_start_equal(name, how):
+    made = getattr(df, name)(loss, Sgd(LR), df.topology("ring", 2), inner_steps=H, **how)
+
+    def begin(rank):
+        made.init({"head": torch.full((2, 1), float(rank)), "tail": torch.zeros(3)})
+
+    with pytest.raises(Exception, match=r"init\(params"):
+        on_kept_ranks(2, begin)
 
 
 def test_a_late_worker_sends_nothing_and_keeps_its_error():

@@ -123,6 +123,22 @@ def test_workers_of_gasloc_may_take_different_numbers_of_steps():
         build(df.gasloc, p, static_ring(N), inner_steps=[1, 2])
 
 
+def test_a_bad_gradient_moves_no_worker_that_takes_its_own_steps():
+    """Momentum would move it, if the step counted as one of its own alone."""
+    p = problem(N)
+    made = df.guard(
+        df.gasloc(loss, df.sgd(0.1, momentum=0.9), df.topology("static-ring", N), inner_steps=[4, 2, 4, 4, 4, 4])
+    )
+    step, state = df.simulate(made.step, N), start(made, p)
+    A, b = batch(p)
+    state, _ = step(state, (A, b), 0)
+    bad = b.clone()
+    bad[2] = torch.inf
+    after, _ = step(state, (A, bad), 1)
+    moved = np.abs(flat(after.params) - flat(state.params)).max(1)
+    assert [m > 0 for m in moved] == [True, False, False, True, True, True]
+
+
 @schedules
 def test_factored_gossip_diloco_follows_its_equation(matrices):
     p = problem(N)

@@ -208,6 +208,16 @@ def test_streaming_diloco_takes_no_outer_step_that_was_not_launched():
             agree(flat(state.params), x)
 
 
+def test_streaming_diloco_applies_an_outer_gradient_once():
+    """A second step in which it would arrive, without a launch in between, as after a jump of t, applies nothing."""
+    p, options = problem(N), {"inner_steps": 6, "num_fragments": 2, "delay": 4}
+    built = build(streaming_diloco, p, static_ring(N), LR, **options)
+    *_, before, state = states(built, p, steps=7)
+    again, _ = df.simulate(built.step, N)(trees.map(torch.clone, state), batch(p), 6)
+    assert np.abs(flat(state.memory.phi) - flat(before.memory.phi)).max() > 0
+    np.testing.assert_array_equal(flat(again.memory.phi), flat(state.memory.phi))
+
+
 @schedules
 def test_noloco_follows_its_equation(matrices):
     p = problem(N)
