@@ -35,7 +35,7 @@ def calls_of(function: Callable[[], object]) -> tuple[list[str], list[str]]:
     """Names of the Python functions that are called while `function` runs: the library's, and all."""
     own, calls, library = list[str](), list[str](), str(Path(decentfn.__file__).parent)
 
-    def note(frame, event, argument):  # pyright: ignore
+    def note(frame, event, argument):
         if event == "call":
             calls.append(frame.f_code.co_name)
             if frame.f_code.co_filename.startswith(library):

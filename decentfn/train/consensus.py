@@ -331,8 +331,7 @@ def _rows(call: str, state: Any, tree: PyTree) -> Sequence[Tensor]:
 
 def _mean(bucket: Tensor) -> Tensor:
     """Average over the workers here (the first of two axes, if there are two) and over all processes."""
-    rows = bucket.view(-1, bucket.shape[-1])
-    return collectives.process_mean(rows.mean(0) if len(rows) > 1 else rows[0])
+    return collectives.process_mean(bucket if bucket.dim() == 1 else bucket.mean(0))
 
 
 def _buckets(state: Any, *, of_runs: bool = False) -> Buckets:

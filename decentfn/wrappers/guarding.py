@@ -104,9 +104,8 @@ def _with(state: State, counts: Guarded | None) -> State:
 
 
 def _is_bad(checks: Sequence[Tensor], like: Tensor) -> Tensor:
-    if not checks:
-        return torch.zeros_like(like, dtype=torch.bool)
-    return ~everywhere_within_worker(torch.stack(list(checks)).all(), collectives.processes_per_worker())
+    good = torch.stack(list(checks)).all() if checks else torch.ones_like(like, dtype=torch.bool)
+    return ~everywhere_within_worker(good, collectives.processes_per_worker())
 
 
 def _finite(new: State, old: State) -> State:

@@ -83,10 +83,7 @@ def post_flags(good: Tensor, row: collectives.Row) -> Flags:
 
 
 def hear(flags: Flags, row: collectives.Row) -> tuple[Flags | None, collectives.Row, Tensor | None]:
-    """Wait for the flags; return the row without bad messages (NaN weights if none is good), and the means' factor.
-
-    Where all messages are known to be good, these are the row itself and no flags.
-    """
+    """Wait for the flags; return them (None: all are good), the row without bad messages (NaN: none is), the means' factor."""
     good, weights, mean_weight = flags.own, row.weights, row.mean_weight
     others, count, scale = weights[1:], None, None
     if flags.inbox is not None:
