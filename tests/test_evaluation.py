@@ -116,6 +116,15 @@ def test_all_reduce_keeps_replicas_equal_and_gossip_does_not():
                 df.check_replicas(state)
 
 
+def test_a_state_without_an_element_has_a_mean_and_no_distance():
+    """A parameter of no elements alone: torch's error of a shape with -1 ended the run after its last step."""
+    init, step = df.adapt_while_communicate(
+        lambda p, x: p["w"].sum() + 0 * x.sum(), df.sgd(0.1), df.topology("ring", N)
+    )
+    state, _ = df.simulate(step, N)(df.stack(init({"w": torch.zeros(0, 3)}), N), torch.ones(N, 1), 0)
+    assert df.consensus_mean(state)["w"].shape == (0, 3) and df.consensus_distance(state) == 0
+
+
 def metric(params, batch):
     return {"mean": (params["w"] * batch).mean(), "square": (params["w"] ** 2 * batch**2).mean()}
 

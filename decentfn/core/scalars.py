@@ -39,7 +39,7 @@ def as_step(t: int | Tensor) -> Tensor:
             step = t.to("cpu", torch.int64)
             if functorch.has_no_value(step) or step >= 0:
                 return step
-    elif isinstance(t, (int, Integral)) and not isinstance(t, bool) and int(t) >= 0:
+    elif isinstance(t, (int, Integral)) and not isinstance(t, bool) and 0 <= int(t) < 2**63:
         return torch.scalar_tensor(int(t), dtype=torch.int64)  # two thirds of the time of `torch.tensor`
     raise ValueError(
         f"step(state, batch, t={brief(t)}): the third argument numbers the steps, from 0; pass an int, or a 0-d tensor of integers."

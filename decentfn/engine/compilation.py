@@ -200,12 +200,20 @@ def _on_leaves(step: Step, state: Any, donate: bool) -> list[FunctionType]:
     """
     one, template, nodes = step.run, trees.enumerate_leaves(state), trees.nodes(state)
 
+    def taken(leaves: list[Tensor], batch: PyTree, t: Tensor) -> tuple[Any, Any]:
+        result = one(trees.fill(template, leaves), batch, t)
+        if step.loss_fn is not None and not any(x.requires_grad for x in leaves):
+            new = trees.leaves((result[0], getattr(result[1], "loss", ())))  # here, as a loss in `vmap` does not tell
+            if any(x.requires_grad for x in new):
+                raise RuntimeError("the loss has a gradient of others than the state")  # run eagerly, it names them
+        return result
+
     def pure(given: list[Any], batch: PyTree, t: Tensor) -> tuple[Any, Any]:
-        return one(trees.fill(template, [_as_it_was(leaf) for leaf in given]), batch, t)
+        return taken([_as_it_was(leaf) for leaf in given], batch, t)
 
     def donated(given: list[Any], batch: PyTree, t: Tensor) -> Any:
         leaves = [_as_it_was(leaf) for leaf in given]
-        new, metrics = one(trees.fill(template, leaves), batch, t)
+        new, metrics = taken(leaves, batch, t)
         new_leaves = trees.leaves(new)
         require_layout("compile", nodes, leaves, trees.nodes(new), new_leaves)
         # Metrics must not be views of the next state.

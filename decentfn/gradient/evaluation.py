@@ -136,10 +136,7 @@ def _evaluate(
         traced = partial(in_chunks, traced)
     batch = separate(batch) if many else batch
     if torch.compiler.is_dynamo_compiling():
-        e = traced(params, buffers, batch, scale)
-        if e.loss.requires_grad and not _require_grad((params, buffers)):
-            raise RuntimeError("the loss takes a gradient of others than its parameters")  # run eagerly, it names them
-        return e
+        return traced(params, buffers, batch, scale)
     try:
         with record_function("decentfn::gradient"):
             e = traced(params, buffers, batch, scale)

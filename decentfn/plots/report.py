@@ -94,7 +94,7 @@ def _run(path: Path) -> _Run:
         losses = np.array([[own.get(i, np.nan) for i in workers] for own in each])
         columns = ("loss", "consensus_distance", "step", "seconds", "bytes_sent")
         loss, distance, steps, seconds, planned = np.array([[_number(row.get(x)) for row in rows] for x in columns])
-        sent = np.cumsum([sum(x[2] for x in row.get("links", ())) for row in rows]) / len(workers)
+        sent = np.cumsum([sum(x[2] for x in row.get("links") or ()) for row in rows]) / len(workers)
         axes = {"steps": steps, "seconds": seconds, "MB sent by a worker": (sent if sent[-1] else planned) / 1e6}
         for k, (before, after) in enumerate(pairwise(rows), start=1):
             at, had, has = f"before step {after['step']}", set(each[k - 1]), set(each[k])
@@ -103,17 +103,19 @@ def _run(path: Path) -> _Run:
                 marks.setdefault("restart", []).append((k, at))
             for kind, i in [*(("lost", i) for i in sorted(had - has)), *(("joined", i) for i in sorted(has - had))]:
                 marks.setdefault(kind, []).append((k, f"{i} {at}"))
-        for step in (line["step"] for line in lines if "checkpoint" in line):
+        for step in (line["step"] for line in lines if "checkpoint" in line and line.get("step") is not None):
             row = min(int(np.searchsorted(steps, step)), len(rows) - 1)
             marks.setdefault("checkpoint", []).append((row, f"after step {step}"))
         links, waited = Counter[tuple[Any, Any, bool]](), Counter[tuple[Any, Any]]()
         for line in rows:
-            for i, j, nbytes, is_inside in line.get("links", ()):
+            for i, j, nbytes, is_inside in line.get("links") or ():
                 links[i, j, is_inside] += nbytes
-            for i, j, x in line.get("waited", ()):
+            for i, j, x in line.get("waited") or ():
                 waited[i, j] += x
         processes = sorted({i for i, _ in waited} | {i for *ends, _ in links for i in ends})
-        settings = {key: str(x) for line in lines if "step" not in line for key, x in line.get("config", {}).items()}
+        told = [line["config"] for line in lines if "step" not in line and "config" in line]
+        named = [config if isinstance(config, dict) else {"": config} for config in told]
+        settings = {key: str(x) for config in named for key, x in config.items()}
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"report {path}: a line is not as df.logs.JSONLines.record writes it: {error}.") from error
     name = str(path.with_suffix("")) + ("" if path.read_bytes().endswith(b"\n") else " (but its last line, cut short)")

@@ -331,7 +331,7 @@ def _rows(call: str, state: Any, tree: PyTree) -> Sequence[Tensor]:
 
 def _mean(bucket: Tensor) -> Tensor:
     """Average over the workers here (the first of two axes, if there are two) and over all processes."""
-    return collectives.process_mean(bucket if bucket.dim() == 1 else bucket.mean(0))
+    return collectives.process_mean(bucket if bucket.dim() == 1 else bucket.flatten(0, -2).mean(0))
 
 
 def _buckets(state: Any, *, of_runs: bool = False) -> Buckets:

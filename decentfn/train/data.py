@@ -236,6 +236,8 @@ def epochs(loader: Iterable[Any], num_epochs: int, *, start: int = 0, generators
     require(num_epochs >= 1, "epochs", "a number of epochs, >= 1.", num_epochs=num_epochs)
     require(start >= 0, "epochs", "a step, >= 0.", start=start)
     call = f"epochs(loader={brief(loader)}, {num_epochs})"
+    rule = "expected what can be iterated once per epoch, such as a DataLoader or a list."
+    require(isinstance(loader, Iterable) or hasattr(loader, "__getitem__"), call, rule)
     rule = "an iterator ends with its first epoch; pass the DataLoader or a list."
     require(not isinstance(loader, Iterator) or num_epochs == 1, call, rule)
     if isinstance(getattr(loader, "batch_sampler", None), BatchSampler):

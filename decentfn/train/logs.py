@@ -15,6 +15,7 @@ from itertools import chain, count, takewhile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from decentfn.comm import collectives
@@ -88,7 +89,7 @@ class JSONLines(AbstractContextManager["JSONLines", None]):
         """Append a line on process 0, do nothing on others; not collective.
 
         Args:
-            values: JSON values; tensors become numbers and lists, paths strings, NaN and infinity null.
+            values: JSON values; tensors and arrays become numbers and lists, paths strings, NaN and infinity null.
             step: `t`, the line's first entry; None for lines without a step, such as the configuration or a result.
         """
         if self._here.rank:
@@ -105,12 +106,15 @@ class JSONLines(AbstractContextManager["JSONLines", None]):
             raise ValueError(f"JSONLines({str(self.path)!r}).write: the log is closed.")
         if not isinstance(values, Mapping):
             raise ValueError(f"JSONLines.write({brief(values)}): expected a dict of names and values.")
-        line = ({} if step is None else {"step": at_least("JSONLines.write", "step", step, 0)}) | dict(values)
-        if step is not None and line["step"] != step:
+        given = [x for x in (step, values.get("step")) if x is not None]
+        line = dict(values)
+        if steps := {at_least("JSONLines.write", "step", x, 0) for x in given}:  # a run that goes on looks for it
+            line = {"step": min(steps)} | line | {"step": min(steps)}
+        if len(steps) > 1:
             raise ValueError(f"JSONLines.write({brief(values)}, step={step}): these are two steps; leave one out.")
         try:
             text = json.dumps(_loads(json.dumps(line, default=_as_json)))
-        except (TypeError, ValueError, RecursionError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"JSONLines.write({brief(values)}): {error}") from None
         whole = f"{text}\n".encode()
         if (done := self._file.write(whole)) < len(whole):  # one call, so the line is complete or absent
@@ -170,10 +174,10 @@ def _cut(path: Path, first_step: float) -> None:
 
 
 def _as_json(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
         return value.tolist()
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, (Path, torch.dtype, torch.device)):
         return str(value)
-    raise TypeError(f"{type(value).__name__} is not a JSON value")
+    raise TypeError(f"{type(value).__name__} is not a JSON value; give a number, a string, or lists and dicts of them")

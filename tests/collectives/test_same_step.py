@@ -244,7 +244,7 @@ def test_compiled_ranks_at_different_steps_name_both(ranks, topology, at):
 
 
 @pytest.mark.parametrize(
-    "t", [1.5, -1, True, "3", None, torch.tensor(1.5), torch.tensor(-1), torch.tensor([1]), torch.tensor(True)]
+    "t", [1.5, -1, True, "3", None, torch.tensor(1.5), torch.tensor(-1), torch.tensor([1]), torch.tensor(True), 2**63]
 )
 def test_what_is_no_step_number_is_refused(t):
     init, step = algorithm("complete", 1)

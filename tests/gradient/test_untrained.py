@@ -1,6 +1,7 @@
 """Parameters that the state does not have, or no longer trains: trained, or refused with a sentence."""
 
 import copy
+import itertools
 from collections import OrderedDict
 
 import pytest
@@ -150,7 +151,7 @@ def test_parameters_hidden_in_a_closure_are_refused(kind, around):
     net, _ = made()
     params, buffers, loss_fn = df.functional(net, hidden(kind))
     batch = df.stack(BATCH, 2) if around in (AROUND["accumulated"], AROUND["accumulated, autograd"]) else BATCH
-    for n, backend in [(1, None), (2, None), *([(1, "eager")] if kind == "closure" else [])]:
+    for n, backend in [(1, None), (2, None), *([(1, "eager"), (2, "eager")] if kind == "closure" else [])]:
         state, step = run_of(loss_fn, around, params, buffers, backend, n)
         with pytest.raises(ValueError, match=r"gradient of 1 tensor\(s\).*no optimizer would train.*df.functional"):
             step(state, batch if n == 1 else df.stack(batch, n), 0)
@@ -192,14 +193,16 @@ def test_a_batch_that_carries_the_graph_of_another_module_is_refused(around, bac
     """Traced, the states of all steps were part of one graph: an encoder before the step kept every batch in memory."""
     net, encoder = nn.Linear(3, 1), nn.Linear(3, 3)
     params, buffers, loss_fn = df.functional(net, mse_loss)
-    for given in (encoder(BATCH[0]), BATCH[0].clone().requires_grad_()):
-        state, step = run_of(loss_fn, around, params, buffers, backend)
+    sizes = (1, 2) if around is AROUND["traced"] else (1,)
+    for given, n in itertools.product((encoder(BATCH[0]), BATCH[0].clone().requires_grad_()), sizes):
+        state, step = run_of(loss_fn, around, params, buffers, backend, n)
+        first, *rest = (given, BATCH[1]) if n == 1 else df.stack((given, BATCH[1]), n)
         if given.is_leaf and around is AROUND["autograd"]:  # takes the gradient of the batch, as a plain loop does
-            state, metrics = step(state, (given, BATCH[1]), 0)
+            state, metrics = step(state, (first, *rest), 0)
         else:
             with pytest.raises(ValueError, match=r"gradient of \d tensor\(s\).*of a batch, pass x.detach\(\)"):
-                step(state, (given, BATCH[1]), 0)
-            state, metrics = step(state, (given.detach(), BATCH[1]), 0)
+                step(state, (first, *rest), 0)
+            state, metrics = step(state, (first.detach(), *rest), 0)
         assert not any(x.requires_grad for x in (*state.params.tensors, metrics.loss))
 
 

@@ -77,6 +77,14 @@ def curve(figure, what, axis=""):
     return found
 
 
+@pytest.mark.parametrize("config", [None, [1, "two"], "name", {"a": {"b": [None]}}])
+def test_a_log_may_have_any_configuration_and_lines_without_links(config, tmp_path, capsys):
+    rows = [{"config": config}, row(0, [1.0]) | {"links": None, "waited": None}, {"checkpoint": "final"}]
+    page = reported(capsys, write(tmp_path / "log.jsonl", rows).parent)
+    name, value = ("config: a", config["a"]) if isinstance(config, dict) else ("config: ", config)
+    assert {name.strip(), str(value)} <= {text.strip() for text in page.texts}
+
+
 def test_a_page_has_the_losses_of_a_log_against_steps_seconds_and_bytes(tmp_path, capsys):
     links = [[0, 1, 10**6, True], [1, 0, 3 * 10**6, True]]
     rows = [row(10 * k, [3.0 - k, 4.0 - k], seconds=7.0 * k, links=links) for k in range(3)]

@@ -32,6 +32,7 @@ def test_a_resumed_loop_reads_what_is_left(start):
     ("arguments", "words"),
     [
         ((iter([1]), 2), "ends with its first epoch"),
+        ((lambda: [1], 2), "can be iterated once per epoch"),
         (([1], 0), "num_epochs=0"),
     ],
 )

@@ -41,6 +41,20 @@ def test_a_line_has_one_step(tmp_path):
     assert lines(log.path) == [{"step": 3, "loss": 0.5}]
 
 
+def test_arrays_are_values_as_tensors_are_and_what_is_no_value_is_refused(tmp_path):
+    with df.logs.JSONLines(tmp_path / "log.jsonl") as log:
+        log.write({"loss": np.float32(0.5), "of": [np.array([1, 2]), np.array(3), np.bool_(True)]})
+        assert lines(log.path) == [{"loss": 0.5, "of": [[1, 2], 3, True]}]
+        for value in (torch.eye(2).to_sparse(), torch.ones(1, device="meta"), object()):
+            with pytest.raises(ValueError, match=r"JSONLines.write\(\{'x': "):
+                log.write({"x": value})
+        for step in ("7", 6.5, True, torch.tensor([1, 2])):
+            with pytest.raises(ValueError, match=r"JSONLines.write\(step=.*: step is an integer"):
+                log.write({"step": step}, step=7)
+            with pytest.raises(ValueError, match=r"JSONLines.write\(step=.*: step is an integer"):
+                log.write({"step": step})
+
+
 @pytest.mark.skipif(resource is None, reason="files have no limit here")
 def test_a_line_that_does_not_fit_on_a_full_disk_is_an_error_and_leaves_the_log_as_it_was(tmp_path):
     """The next line was joined to the half one: the log could no longer be read, and no run resumed with it."""

@@ -535,6 +535,7 @@ def test_a_scheduler_that_counts_otherwise_works_in_a_class_that_counts():
         (VARIANTS["AdamW"], ByEpoch, "argument: 'epoch'.*such a step\\(\\), in a class that counts"),
         (OwnRate, SCHEDULERS["factor"], "'NoneType'.*whose lr is None, leave"),
         (lambda params: torch.optim.AdamW(params, rate=1), None, "make.*raised TypeError.*a list of .name, parameter"),
+        (lambda params: torch.optim.SGD(params, lr=float("nan")), None, "SGD makes 'a.bias' NaN.*such as lr"),
         (Narrow, None, "Narrow keeps a Quantized under 'm' of 'a.bias'; .*plain tensors"),
         (
             Talking,

@@ -69,9 +69,8 @@ def from_torch(
     """
     rule = "expected a function of the parameters: df.from_torch(lambda params: torch.optim.AdamW(params, lr=1e-3))."
     require(callable(make), "from_torch", rule, make=make)
-    require(
-        lr_scheduler is None or callable(lr_scheduler), CALL, "a function of the optimizer.", scheduler=lr_scheduler
-    )
+    rule = "a function of the optimizer: lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)."
+    require(lr_scheduler is None or callable(lr_scheduler), "from_torch", rule, lr_scheduler=lr_scheduler)
     adapter = _Adapter(make, lr_scheduler, elementwise)
     handle = handle_of(adapter)
     number = str(int(handle)).encode()  # bytes, which ranks do not compare: one may have made other objects before
@@ -185,6 +184,8 @@ class _Adapter:
         for (of_leaf, _), leaf, end in zip(named, x.leaves(), arrived, strict=True):
             if not end.numel():
                 continue
+            rule = f"{name} makes {of_leaf!r} NaN in {TRIALS} trial steps; look at its numbers, such as lr."
+            require(not end.isnan().any(), CALL, rule)
             rounding = 16 * torch.finfo(end.dtype).eps
             is_equal = torch.allclose(leaf, end, rtol=0, atol=rounding + 1e-3 * float((end - 1).abs().max()))
             rule = (
