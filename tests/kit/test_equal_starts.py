@@ -10,10 +10,12 @@ from tests import contract
 pytestmark = pytest.mark.thorough
 
 N, STEPS = 4, 50
-NARROW = [row for row in contract.ROWS if row in ("diloco", "streaming_diloco")]
+NARROW = [row for row in contract.ROWS if row in ("diloco", "streaming_diloco", "slowmo")]
 CASES = [(row, {}) for row in contract.ROWS] + [(row, {"wire_dtype": torch.bfloat16}) for row in NARROW]
-STAY_APART = {"all_reduce", "decoupled_diloco", "demo", "relay_sgd, gradients", "sparse_loco"} | {
-    row for row in contract.ROWS if "diloco," in row and "bits" in row
+STAY_APART = {"all_reduce", "demo", "relay_sgd, gradients", "sparse_loco"} | {
+    row
+    for row in contract.ROWS
+    if row.startswith("decoupled_diloco") or "bits" in row and row.startswith(("diloco,", "streaming_diloco,"))
 }
 REFUSED = r"replicas must start equal"
 
