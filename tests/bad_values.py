@@ -58,6 +58,8 @@ MENDED = {
     "diloco, SPARTA": _OUTER,
     "streaming_diloco, 2 bits": _OUTER,
     "noloco, 8 bits": _OUTER,
+    "decoupled_diloco, Adam": _OUTER,
+    "factored_gossip_diloco, 8 bits": _OUTER,
     "beer": "own public copy",
     "motef": "own public copy",
     "all_reduce": _NEVER,

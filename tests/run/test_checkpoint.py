@@ -83,6 +83,7 @@ def test_what_is_kept_for_each_bucket_is_little():
         "stochastic_gradient_push, delayed",
         "power_gossip",
         "decoupled_diloco",
+        "decoupled_diloco, Adam",
         "asynchronous_gradient_push",
         "asynchronous_diloco",
     }

@@ -26,7 +26,6 @@ import decentfn as df
 from tests.ranks import Ranks
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-import byte_transformer
 import skewed_digits
 
 N, COMPUTE_S, SLOWER = 4, 0.1, 3
@@ -71,8 +70,10 @@ def accuracy(module):
 class Language(torch.nn.Module):
     def __init__(self, seed):
         super().__init__()
+        from byte_transformer import Transformer  # here, as pytest imports this file, and that one filters warnings
+
         torch.manual_seed(seed)
-        self.transformer = byte_transformer.Transformer(seq_len=64, dim=64, layers=2, heads=4)
+        self.transformer = Transformer(seq_len=64, dim=64, layers=2, heads=4)
 
     def forward(self, batch):
         inputs, targets = batch
@@ -81,7 +82,9 @@ class Language(torch.nn.Module):
 
 @cache
 def windows(held_out):
-    return byte_transformer.Windows(byte_transformer.read_corpus()[held_out], 64)
+    from byte_transformer import Windows, read_corpus
+
+    return Windows(read_corpus()[held_out], 64)
 
 
 def text_of(seed, rank):
