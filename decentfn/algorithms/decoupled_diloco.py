@@ -121,8 +121,8 @@ def decoupled_diloco(
         mine = merges & is_here
         delta, error = loop.post(phi, sent, error, t, merges & takes_part)[1]()
         phi, b, _ = loop.step(merges, phi, b, delta)
-        counts = [torch.where(mine, 0.0, x) for x in counts]
-        return kit.where(loop.mask(phi, mine), phi, theta), Memory(phi, b, *counts, error)
+        tokens, steps = (torch.where(mine, 0.0, x) for x in counts)
+        return kit.where(loop.mask(phi, mine), phi, theta), Memory(phi, b, tokens, steps, error)
 
     step = rounds(worker, loop.launches, outer, weight=kit.as_weight("decoupled_diloco", weight), count=count)
     return loop.algorithm(step, start, loop.launches)
