@@ -95,18 +95,24 @@ def gradient_tracking(
             worker.mix(kit.add(x, u), t), local, Memory(y, g_new, torch.ones_like(started))
         ), gradient.metrics
 
-    def overlapping(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+    def semi_atc(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x, (y, g, _) = state.params, state.memory
-        y_posted, x_posted = worker.post(y, t, late), worker.post(x, t) if form == "awc" else None
-        posted = (y_posted,) if x_posted is None else (y_posted, x_posted)
-        gradient, local = worker.gradient(x, state.local, batch, t, after=posted)
+        y_posted = worker.post(y, t, late)
+        gradient, local = worker.gradient(x, state.local, batch, t, after=y_posted)
+        g_new = gradient.keep(kit.widen(gradient.grads), g)
+        y = kit.add(kit.collect(y_posted, after=gradient.grads), kit.each(torch.sub, g_new, g))
+        u, local = worker.update(kit.cast_like(y, x), gradient, local, x)
+        return kit.State(worker.mix(kit.add(x, u), t), local, Memory(y, g_new, None)), gradient.metrics
+
+    def awc(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+        x, (y, g, _) = state.params, state.memory
+        y_posted, x_posted = worker.post(y, t, late), worker.post(x, t)
+        gradient, local = worker.gradient(x, state.local, batch, t, after=(y_posted, x_posted))
         g_new = gradient.keep(kit.widen(gradient.grads), g)
         y = kit.add(kit.collect(y_posted, after=gradient.grads), kit.each(torch.sub, g_new, g))
         u, local = worker.update(kit.cast_like(y, x), gradient, local, x, posted=x_posted)
-        if x_posted is None:
-            x = worker.mix(kit.add(x, u), t)
-        else:
-            x = kit.add(kit.collect(x_posted, after=gradient.grads), u)
-        return kit.State(x, local, Memory(y, g_new, None)), gradient.metrics
+        return kit.State(
+            kit.add(kit.collect(x_posted, after=gradient.grads), u), local, Memory(y, g_new, None)
+        ), gradient.metrics
 
-    return worker.algorithm(atc if form == "atc" else overlapping, start)
+    return worker.algorithm({"atc": atc, "semi-atc": semi_atc, "awc": awc}[form], start)
