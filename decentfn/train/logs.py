@@ -107,11 +107,13 @@ class JSONLines(AbstractContextManager["JSONLines", None]):
         if not isinstance(values, Mapping):
             raise ValueError(f"JSONLines.write({brief(values)}): expected a dict of names and values.")
         given = [x for x in (step, values.get("step")) if x is not None]
-        line = dict(values)
-        if steps := {at_least("JSONLines.write", "step", x, 0) for x in given}:  # a run that goes on looks for it
-            line = {"step": min(steps)} | line | {"step": min(steps)}
+        steps = {at_least("JSONLines.write", "step", x, 0) for x in given}  # a run that goes on looks for it
         if len(steps) > 1:
             raise ValueError(f"JSONLines.write({brief(values)}, step={step}): these are two steps; leave one out.")
+        line = dict(values)
+        if steps:  # the first entry
+            line.pop("step", None)
+            line = {"step": steps.pop()} | line
         try:
             text = json.dumps(_loads(json.dumps(line, default=_as_json)))
         except (TypeError, ValueError, RuntimeError) as error:

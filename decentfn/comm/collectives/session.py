@@ -100,15 +100,11 @@ class Session:
         """Begin a step; raise RuntimeError if an earlier one was cut short."""
         if self.cut_short is not None:
             where, error = self.cut_short
+            others = "the other ranks have its messages and are ahead"
+            lost = "the mail that it took is gone" if self.own_steps else others
             raise RuntimeError(
                 f"step(state, batch, t): rank {self.board.rank} cannot go on, because its {where} raised "
-                f"{type(error).__name__}: {error}; "
-                + (
-                    "the mail that it took is gone. "
-                    if self.own_steps
-                    else "the other ranks have its messages and are ahead. "
-                )
-                + "Start the run again, on all ranks."
+                f"{type(error).__name__}: {error}; {lost}. Start the run again, on all ranks."
             ) from error
         self.is_running, self.at, self.before = True, t, self.calls
         self.board.steps.append((self.calls, t))
