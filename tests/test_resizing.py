@@ -330,7 +330,7 @@ def test_what_is_no_stacked_state_or_no_algorithm_is_refused():
         df.resize(state, algorithm)
     with pytest.raises(ValueError, match="expected an Algorithm"):
         df.resize(df.stack(state, 3), algorithm.step)
-    nameless = df.Algorithm(algorithm.init, algorithm.step)
+    nameless = df.Algorithm(algorithm.init, lambda *given: algorithm.step(*given))
     with pytest.raises(ValueError, match="how many workers"):
         df.resize(df.stack(state, 3), nameless)
 

@@ -93,7 +93,6 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
             return expected.record(state)
 
         start.__name__ = start.__qualname__ = f"{function.__name__}.init"
-        step = replace(built.step, check=expected.check, loss_fn=loss_fn, topology=mixes_on)
-        return Algorithm(start, step, loss_fn=loss_fn, topology=mixes_on)
+        return Algorithm(start, replace(built.step, check=expected.check, loss_fn=loss_fn, topology=mixes_on))
 
     return build

@@ -243,27 +243,19 @@ class Algorithm(_Pair):
     The step's draws from PyTorch's generators follow from torch's seed, `t` and the worker.
     """
 
-    loss_fn: LossFn | None
-    """Loss of the algorithm."""
-    topology: Topology | None
-    """Topology of the algorithm; the complete one if the algorithm averages over all workers."""
+    def __new__(cls, init: Callable[..., Any], step: Callable[..., tuple[Any, Any]]) -> Algorithm:
+        """Make the pair; a plain function becomes a `Step`."""
+        return super().__new__(cls, init, Step.of(step))
 
-    def __new__(
-        cls,
-        init: Callable[..., Any],
-        step: Callable[..., tuple[Any, Any]],
-        *,
-        loss_fn: LossFn | None = None,
-        topology: Topology | None = None,
-    ) -> Algorithm:
-        """Make the pair, with its loss and topology; a plain function becomes a `Step`."""
-        pair = super().__new__(cls, init, Step.of(step))
-        pair.loss_fn, pair.topology = loss_fn, topology
-        return pair
+    @property
+    def loss_fn(self) -> LossFn | None:
+        """Loss of the algorithm."""
+        return self.step.loss_fn
 
-    def _replace(self, **changes: Any) -> Algorithm:
-        """Return a copy with another `init` or `step`."""
-        return Algorithm(*super()._replace(**changes), loss_fn=self.loss_fn, topology=self.topology)
+    @property
+    def topology(self) -> Topology | None:
+        """Topology of the algorithm; the complete one if the algorithm averages over all workers."""
+        return self.step.topology
 
 
 def require_algorithm(call: str, algorithm: Any) -> None:

@@ -145,22 +145,19 @@ class Worker:
             new, metrics = result
             return new, metrics._replace(learning_rate=current_rate(new.local.opt))
 
-        return Algorithm(
-            init,
-            replace(
-                Step.of(with_rate),
-                starts_equal=starts_equal,
-                pushes_sum=push_sum,
-                by_leaf=self._is_own
-                and not whole_buckets
-                and all(_is_own(x) for x in (self.optimizer, *outer_optimizers)),
-                own_steps=own_steps,
-                start=start,
-                schedules=() if self.wants_mix else known,
-            ),
+        is_ours = self._is_own and all(_is_own(x) for x in (self.optimizer, *outer_optimizers))
+        made = replace(
+            Step.of(with_rate),
             loss_fn=self.scaling or self.loss_fn,
             topology=topology,
+            starts_equal=starts_equal,
+            pushes_sum=push_sum,
+            by_leaf=is_ours and not whole_buckets,
+            own_steps=own_steps,
+            start=start,
+            schedules=() if self.wants_mix else known,
         )
+        return Algorithm(init, made)
 
     def gradient(
         self,
