@@ -31,7 +31,7 @@ def lose_patience(timeout: timedelta = SOON) -> None:
 
     channels = world().channels
     channels.longest_wait = timeout
-    for group in [*channels.groups(), *channels.shared.outside.values()]:
+    for group in [*channels.groups(), *channels.groups_outside.values()]:
         group.set_timeout(timeout)
 
 

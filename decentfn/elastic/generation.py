@@ -270,7 +270,7 @@ class _Reconnected(Channels):
         store = PrefixStore("all", self.store)
         self.group = generation.connect("all", store, rank, range(size), self.longest_wait, within)
         if generation.polls:
-            self.shared.outside[self.identity.processes] = self.group
+            self.groups_outside[self.identity.processes] = self.group
             store, device = PrefixStore("default", self.store), self.identity.device
             self.group = connections.default_group(store, rank, size, self.longest_wait, device)
             generation.world.adopt(self.group)

@@ -154,7 +154,7 @@ def test_a_thread_that_takes_a_mean_while_its_rank_trains_changes_nothing():
         def thread(state):
             started.append(threading.Thread(target=mean, args=(df.kit.State(*state), collectives.world())))
             started[0].start()
-            turn = collectives.world().all_processes.channels.shared.turn
+            turn = collectives.world().all_processes.channels.turn
             while started[0].is_alive() and not turn.locked():  # until it has noted how many exchanges there were
                 time.sleep(0.001)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -24,14 +24,6 @@ from decentfn.comm.collectives.session import TAGS
 
 Connect = Callable[[str, Store, int, Sequence[int], timedelta], Any]
 """Function `(name, part of the store with this name, this one's index, ranks, timeout) -> group`."""
-
-
-class Shared(NamedTuple):
-    """Parts that channels over one store share."""
-
-    turn: threading.Lock  # lock held during a collective outside steps: two threads' collectives must not mix
-    outside: dict[range, Any]  # groups for use outside steps, by their processes
-    made_apart: Iterator[int]
 
 
 class Channels:
@@ -51,7 +43,9 @@ class Channels:
         self.mesh: DeviceMesh | None = None  # processes as a mesh, if a worker is several
         self.timeout, self.longest_wait = timeout, timeout or default_pg_timeout
         self.has_hung_up = False  # True if this process has closed its connections
-        self.shared = Shared(threading.Lock(), {}, itertools.count())
+        self.turn = threading.Lock()  # held during a collective outside steps: two threads' collectives must not mix
+        self.groups_outside: dict[range, Any] = {}  # for use outside steps, by their processes
+        self._number_apart = itertools.count()
         self._store = store
         self._subgroups: dict[tuple[int, ...], Any] = {}
         self._connect: Connect = _over_gloo
@@ -63,12 +57,10 @@ class Channels:
 
     def outside(self, processes: range) -> Any:
         """Return these processes' group for use outside steps; the first call on each waits for the others."""
-        outside = self.shared.outside
-        if processes not in outside:
-            outside[processes] = self.connected(
-                f"outside {processes.start} {len(processes)} {processes.step}", processes
-            )
-        return outside[processes]
+        if processes not in self.groups_outside:
+            name = f"outside {processes.start} {len(processes)} {processes.step}"
+            self.groups_outside[processes] = self.connected(name, processes)
+        return self.groups_outside[processes]
 
     def subgroup(self, ranks: tuple[int, ...]) -> Any:
         """Return the process group of `ranks` (ascending), made by `make_subgroups`."""
@@ -90,7 +82,7 @@ class Channels:
     def apart(self, timeout: timedelta) -> Channels:
         """Return separate channels of the same processes."""
         # All processes make the same ones in the same order.
-        store = PrefixStore(f"apart {next(self.shared.made_apart)}", self.store)
+        store = PrefixStore(f"apart {next(self._number_apart)}", self.store)
         made = copy.copy(self)
         Channels.__init__(made, self.identity, None, timeout, store)
         made.connect_by(self._connect)
@@ -107,13 +99,13 @@ class Channels:
     def hang_up(self) -> None:
         """Close the connections to all others, so that they notice at once and write nothing more here."""
         self.has_hung_up = True
-        close([*self.groups(), *self.shared.outside.values()])
+        close([*self.groups(), *self.groups_outside.values()])
 
     def let_go(self) -> None:
         """Release all groups: a group's threads and connections end with the last reference to it."""
         self.group = self.intra_worker = self.mesh = None
         self._subgroups.clear()
-        self.shared.outside.clear()
+        self.groups_outside.clear()
 
     def groups(self) -> list[Any]:
         """Return this process's groups that steps use."""
