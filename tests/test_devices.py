@@ -52,7 +52,9 @@ def test_the_gradient_by_autograd_waits_for_nothing_and_copies_nothing():
     form.is_tried = True
     known = problem.loss_fn, form, False, 3, collectives.world(), 0, None, list(params), []
     with devices.Copies() as copies:
-        one = side_channel.with_side_channel(lambda *_: backward(*known, batch), None, batch)
+        _, one = side_channel.with_side_channel(
+            lambda *_: (None, backward(*known, batch)), None, batch, torch.tensor(0)
+        )
     assert copies.seen == [] and {g.device.type for g in [*one.grads, one.loss]} == {"meta"}
 
 

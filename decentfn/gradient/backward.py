@@ -15,14 +15,13 @@ from torch import Tensor, nn
 
 from decentfn.comm import collectives
 from decentfn.comm.fingerprint import compare, digest
-from decentfn.core import PyTree, brief, draws, trees
+from decentfn.core import PyTree, brief, context, draws, trees
 from decentfn.core.buckets import Buckets, Plan, elements, wide
 from decentfn.gradient.accumulated import separate, stacked
 from decentfn.gradient.gradient_checks import no_other_weights, require_none, ungiven
-from decentfn.gradient.loss import LossFn, as_given, call_loss, refuse_numpy, require_graph, scalar
+from decentfn.gradient.loss import LossFn, as_given, call_loss, require_graph, scalar
 from decentfn.gradient.parameter_swap import ParameterSwap
 from decentfn.gradient.result import unscaled
-from decentfn.gradient.side_channel import around
 from decentfn.sharded import Partition
 from decentfn.torch_private.autograd import dispatching_as
 
@@ -93,7 +92,7 @@ def backward(
     adds_in_place = not many or all(wide(b.dtype) == b.dtype for b in params)
     sums: list[Tensor] = []
     losses, auxes = [], []
-    with dispatching_as(*around()), torch.enable_grad():
+    with dispatching_as(*context.dispatching), torch.enable_grad():
         kept = list(buffers)
         for i in form.changing:
             kept[i] = kept[i].clone()
@@ -153,11 +152,7 @@ def _forward_backward(
     given: _Function | ParameterSwap, batch: Any, scale: Tensor | None, is_first: bool
 ) -> tuple[Tensor, PyTree]:
     """Return the loss and aux; add the gradients to the leaves' `.grad`."""
-    try:
-        loss, aux = given.of(batch)
-    except RuntimeError as error:
-        refuse_numpy(error)
-        raise
+    loss, aux = given.of(batch)
     loss = scalar(loss) if isinstance(given, ParameterSwap) else loss  # a function's is one already
     others = ungiven(loss, (given.leaves, getattr(given, "own", None), batch)) if is_first and given.constant else []
     require_graph(loss)

@@ -23,7 +23,7 @@ from decentfn.gradient.loss import LossFn, WrappedLoss, require_loss, unwrapped
 from decentfn.gradient.parameter_swap import turns
 from decentfn.gradient.result import Gradient
 from decentfn.gradient.scaled import DynamicLossScale
-from decentfn.gradient.side_channel import Outcome, SideChannel, put, value, with_side_channel
+from decentfn.gradient.side_channel import Outcome, SideChannel, put, value
 from decentfn.torch_private import functorch, inductor
 from decentfn.torch_private.autograd import missing
 from decentfn.torch_private.dynamo import constant_while_traced
@@ -96,25 +96,11 @@ def gradient_by_autograd(
         raise RuntimeError(
             "df.autograd(loss_fn): a step cannot be differentiated through its gradient operator; leave df.autograd out."
         )
-    if isinstance(batch, SideChannel):
-        return _gradient_of_hidden(loss_fn, batch, params, buffers, t, scale, many)
-    if functorch.has_no_value(params[0]):
+    if not isinstance(batch, SideChannel):
         raise RuntimeError(
             "df.autograd(loss_fn): the batch must use the side channel; use df.compile and df.simulate, not torch.compile "
-            "and torch.func.vmap, and decorate the function that builds the algorithm with df.kit.algorithm."
+            "and torch.func.vmap, and call the step that `worker.algorithm` returned."
         )
-    return with_side_channel(_gradient_of_hidden, loss_fn, batch, params, buffers, t, scale, many)
-
-
-def _gradient_of_hidden(
-    loss_fn: ByAutograd,
-    batch: SideChannel,
-    params: Buckets,
-    buffers: PyTree,
-    t: Tensor,
-    scale: Tensor | None,
-    many: bool,
-) -> Gradient:
     template, old, size = trees.enumerate_leaves(buffers), trees.leaves(buffers), len(params)
     leaves = sum(len(bucket.segments) for bucket in params.plan.buckets) if loss_fn.skip_unused else 0
     layout, changing = _remember(loss_fn.name, params.plan, [template])

@@ -46,23 +46,17 @@ def value(number: Tensor) -> Any:
     return context.outside[int(number if number.dim() == 0 else number[0])]
 
 
-def around() -> tuple[Any, Any]:
-    """Return the dispatcher's state at the call of the step; see `torch_private.autograd`."""
-    return context.dispatching
-
-
-def with_side_channel(function: Callable[..., Any], first: Any, batch: Any, *others: Any) -> Any:
-    """Call a step or a gradient with `batch` and aux through the side channel; its result, or last part, has one."""
+def with_side_channel(run: Callable[..., tuple[Any, Any]], state: Any, batch: Any, t: Tensor) -> tuple[Any, Any]:
+    """Take a step with its batch and aux through the side channel."""
     outer = context.outside, context.dispatching
     values = [batch]
     context.outside, context.dispatching = values, surroundings()
     try:
-        returned = function(first, _BATCH, *others)
-        reported = returned[1] if type(returned) is tuple else returned
-        if isinstance(reported.aux, SideChannel):
-            outcome = values[int(reported.aux.number.view(-1)[0])]
-            reported = reported._replace(loss=reported.loss.to(outcome.loss_dtype), aux=outcome.aux)
-        return (returned[0], reported) if type(returned) is tuple else reported
+        new, metrics = run(state, _BATCH, t)
+        if isinstance(metrics.aux, SideChannel):
+            outcome = values[int(metrics.aux.number.view(-1)[0])]
+            metrics = metrics._replace(loss=metrics.loss.to(outcome.loss_dtype), aux=outcome.aux)
+        return new, metrics
     finally:
         context.outside, context.dispatching = outer
 
