@@ -533,7 +533,6 @@ OUTSIDE = {
     "constant": (lambda params, batch: torch.tensor(1.0), "does not depend on the parameters"),
     "detached": (lambda params, batch: loss_fn(params, batch).detach(), "does not depend on the parameters"),
     "no_grad": (without_gradients, "does not depend on the parameters"),
-    "NumPy": (lambda params, batch: torch.tensor((params["w"].numpy() ** 2).sum()), "leaves torch.*torch operations"),
     "NumPy, detached": (
         lambda params, batch: torch.tensor((params["w"].detach().numpy() ** 2).sum()),
         "does not depend on the parameters.*torch operations, without NumPy",

@@ -19,7 +19,7 @@ from decentfn.errors import RunError
 from decentfn.gradient.accumulated import Accumulated, is_list_of_micros, mean_gradient_of, separate
 from decentfn.gradient.by_autograd import ByAutograd, gradient_by_autograd
 from decentfn.gradient.gradient_checks import require_none, ungiven
-from decentfn.gradient.loss import LossFn, in_mode, refuse_numpy, require_unchanged, takes, tell_eval_mode, unwrapped
+from decentfn.gradient.loss import LossFn, in_mode, require_unchanged, takes, tell_eval_mode, unwrapped
 from decentfn.gradient.module import ModuleLoss, ShardedLoss
 from decentfn.gradient.parameter_swap import lock_of_module, to_evaluate
 from decentfn.gradient.result import Gradient, gradient_of
@@ -145,7 +145,6 @@ def _evaluate(
             require_none(ungiven(loss, ()))  # after its gradient
         return e
     except Exception as error:
-        refuse_numpy(error)
         refuse_random(error)
         if "df.autograd" not in str(error):
             error.add_note(_WAY_OUT)

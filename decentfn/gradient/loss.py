@@ -189,14 +189,6 @@ def scalar(loss: Any) -> Tensor:
     )
 
 
-def refuse_numpy(error: Exception) -> None:
-    """Raise ValueError if a loss passed a tensor with a gradient to NumPy; PyTorch's advice, `detach`, trains nothing."""
-    if "call numpy()" in str(error):
-        raise ValueError(
-            "loss_fn: the loss leaves torch, so it has no gradient; write it with torch operations in place of NumPy's."
-        ) from error
-
-
 def require_graph(loss: Tensor) -> None:
     """Raise ValueError if the loss has no graph at all, so that no parameter would get a gradient."""
     if not loss.requires_grad:
