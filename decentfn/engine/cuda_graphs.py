@@ -7,7 +7,6 @@ copied into buffers, and operators read what depends on t from a `StepInputs`, f
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -122,10 +121,6 @@ class StepInputs:
     def __init__(self) -> None:
         self._memory: dict[tuple[Callable[..., Tensor], torch.device], Tensor] = {}
 
-    def reading(self) -> AbstractContextManager[None]:
-        """Context in which `of_step` reads from this memory."""
-        return context.having(inputs=self)
-
     def read(self, function: Callable[..., Tensor], t: Tensor, device: torch.device) -> Tensor:
         """Return the memory's content for this function and device; the first call computes it for step t."""
         if (function, device) not in self._memory:
@@ -151,14 +146,14 @@ class _Recording:
     def metrics_of(self, run: Callable[..., tuple[Any, Any]], record: Recorder, state: Any, t: Tensor) -> PyTree:
         """Take a step with the batch in the buffers, and return its metrics."""
         if not self._has_run:  # compiles, loads kernels and makes the inputs, none of which can be recorded
-            with self._inputs.reading():
+            with context.having(inputs=self._inputs):
                 metrics = run(state, self.batch, t)[1]
             self._has_run = True
             return metrics
         self._inputs.fill(t)
         if self._replay is None:
             try:
-                with self._inputs.reading():
+                with context.having(inputs=self._inputs):
                     self._replay, (_, self._metrics) = record(lambda: run(state, self.batch, t))
             except RuntimeError as error:
                 raise RuntimeError(

@@ -114,11 +114,6 @@ class Step:
         key = None
         if isinstance(x, Buckets):
             key = id(x.plan), x.tensors[0].dim(), hash(trees.flatten(state)[1])
-            if self._donates and x.tensors[0].is_inference() and not torch.is_inference_mode_enabled():
-                raise ValueError(
-                    "step(state, batch, t): the state was made under torch.inference_mode, and a donated step cannot write over it; "
-                    "copy it outside, copy.deepcopy(state), or make it there."
-                )
             if x.plan.processes > 1:
                 collectives.require_workers_of(x.plan.processes)
         is_known = self.check is None or key in self._known

@@ -151,7 +151,7 @@ def test_a_state_from_inference_mode_is_not_written_over_and_its_copy_is():
     with torch.inference_mode():
         state = df.stack(state, N)
     step = df.donate(df.simulate(step, N))
-    with pytest.raises(ValueError, match="torch.inference_mode.*copy.deepcopy"):
+    with pytest.raises(RuntimeError, match="inference tensor"):
         step(state, network.batches(N, 0), 0)
     step(copy.deepcopy(state), network.batches(N, 0), 0)
 

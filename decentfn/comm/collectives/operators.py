@@ -38,7 +38,7 @@ from decentfn.comm.collectives.messages import land, lose_message, reduce, send
 from decentfn.comm.collectives.session import Call
 from decentfn.comm.collectives.world import World
 from decentfn.core import context, operator
-from decentfn.torch_private.functorch import has_no_value, holds, with_workers_first
+from decentfn.torch_private.functorch import holds, with_workers_first
 
 
 def make_groups(groups: Tensor) -> None:
@@ -106,7 +106,7 @@ _after = operator(
 
 def _sent(x: Tensor, good: Tensor) -> Tensor:
     """Return `x` `[(L,) ...]`, with zeros where `good` `[(L)]` is False; no copy on a CPU if all are good."""
-    if good.device.type == "cpu" and not has_no_value(good) and bool(good.all()):
+    if holds(good):
         return x
     return torch.where(good.view(*good.shape, *[1] * (x.dim() - good.dim())), x, torch.zeros_like(x))
 
