@@ -21,15 +21,35 @@ kernels: dict[Any, Any] = {}
 
 
 def operator(schema: str, kernel: Any, fake: Any, vmap: Any) -> Any:
-    """Define an operator of this library by its kernel for every device, its fake kernel, and its `vmap` rule."""
-    name = schema[: schema.index("(")]
+    """Define an operator of this library by its kernel for every device, its fake kernel, and its `vmap` rule.
+
+    An operator of one worker alone (`workers` = 0) or of all has, in place of a rule, the names of its arguments that have
+    a row for each worker: it is then called once, with all rows first, and so are its results.
+    """
+    name, _, rest = schema.partition("(")
     _library.define(schema)
     _library.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"decentfn::{name}", fake, lib=_library)
-    torch.library.register_vmap(f"decentfn::{name}", vmap, lib=_library)
     defined = getattr(torch.ops.decentfn, name).default
+    names = [argument.split()[-1] for argument in rest[: rest.index(")")].split(",")]
+    rule = _of_all_workers(defined, names, vmap) if isinstance(vmap, tuple) else vmap
+    torch.library.register_vmap(f"decentfn::{name}", rule, lib=_library)
     kernels[defined] = kernel
     return defined
+
+
+def _of_all_workers(operator: Any, names: list[str], with_rows: tuple[str, ...]) -> Callable[..., Any]:
+    def rule(info: Any, in_dims: Any, *given: Any) -> tuple[Any, Any]:
+        def rows(x: Any, dim: Any) -> Any:
+            if isinstance(x, (list, tuple)):
+                return [rows(one, its_dim) for one, its_dim in zip(x, dim, strict=True)]
+            return None if x is None else functorch.with_workers_first(x, dim, info.batch_size)
+
+        its = {name: rows(x, dim) for name, x, dim in zip(names, given, in_dims, strict=True) if name in with_rows}
+        out = operator(*(dict(zip(names, given, strict=True)) | its | {"workers": info.batch_size}).values())
+        return out, [0] * len(out) if isinstance(out, list) else 0
+
+    return rule
 
 
 def as_step(t: int | Tensor) -> Tensor:

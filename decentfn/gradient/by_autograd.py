@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -183,24 +182,11 @@ def _fake(*arguments: Any) -> list[Tensor]:
     return [loss, aux, *(torch.empty_like(x) for x in like), *used]
 
 
-def _vmap(info: Any, in_dims: Any, *arguments: Any) -> tuple[list[Tensor], list[int]]:
-    *known, _, t, scale, batch, params, buffers, after = arguments
-    *_, scale_dim, _, param_dims, buffer_dims, _ = in_dims
-
-    first = partial(functorch.with_workers_first, size=info.batch_size)
-    scale = None if scale is None else first(scale, scale_dim)
-    stacked = [
-        [first(x, d) for x, d in zip(*pair, strict=True)] for pair in ((params, param_dims), (buffers, buffer_dims))
-    ]
-    out = _gradient(*known, info.batch_size, t, scale, batch, *stacked, after)
-    return out, [0] * len(out)
-
-
 _gradient = operator(
     "gradient(Tensor loss_fn, int layout, int[] changing, int leaves, bool many, int workers, Tensor t, Tensor? scale, "
     "Tensor batch, Tensor[] params, Tensor[] buffers, Tensor? after) -> Tensor[]",
     _kernel,
     _fake,
-    _vmap,
+    ("scale", "params", "buffers"),
 )
 inductor.keep_in_order("gradient")

@@ -23,7 +23,6 @@ from decentfn.core.handles import by_handle
 from decentfn.core.scalars import number_on, of_step, operator
 from decentfn.timing import LEAST_MASS, Offered, filled_up, shares_of
 from decentfn.topologies import Topology
-from decentfn.torch_private.functorch import with_workers_first
 
 
 class Ring(NamedTuple):
@@ -129,17 +128,6 @@ def addressed(to: Tensor) -> Tensor:
     return filled_up(found)
 
 
-def _take_vmap(info: Any, in_dims: Any, *arguments: Any) -> Any:
-    own, values, shares, to, handle, t, late, _ = arguments
-    n = info.batch_size
-    own, values = (
-        [with_workers_first(x, dim, n) for x, dim in zip(its, dims, strict=True)]
-        for its, dims in ((own, in_dims[0]), (values, in_dims[1]))
-    )
-    shares, to = with_workers_first(shares, in_dims[2], n), with_workers_first(to, in_dims[3], n)
-    return _take(own, values, shares, to, handle, t, late, n), [0] * (len(values) + 1)
-
-
 _take = operator(
     "take(Tensor[] own, Tensor[] values, Tensor shares, Tensor to, Tensor topology, Tensor t, "
     "bool late, int workers) -> Tensor[]",
@@ -148,7 +136,7 @@ _take = operator(
         *(torch.empty_like(x, dtype=wide(x.dtype)) for x in own),
         shares.new_empty(shares.shape[:-2]),
     ],
-    _take_vmap,
+    ("own", "values", "shares", "to"),
 )
 
 
@@ -183,18 +171,12 @@ def _at_once(topology: Topology, t: int, mass: Tensor) -> Offered:
     return Offered(given, to, torch.zeros(len(to), dtype=torch.int64), torch.full((len(to),), t))
 
 
-def _offer_vmap(info: Any, in_dims: Any, values: Any, mass: Tensor, handle: Any, t: Any, slots: int, _: int) -> Any:
-    n = info.batch_size
-    values = [with_workers_first(x, dim, n) for x, dim in zip(values, in_dims[0], strict=True)]
-    return _offer(values, with_workers_first(mass, in_dims[1], n), handle, t, slots, n), 0
-
-
 _offer = operator(
     # K shares that went out, K receivers (ranks: 0, unused), and the place in the ring.
     "offer(Tensor[] values, Tensor mass, Tensor topology, Tensor t, int slots, int workers) -> Tensor",
     _offer_kernel,
     lambda values, mass, handle, t, slots, workers: mass.new_empty((*mass.shape, 2 * slots + 1)),
-    _offer_vmap,
+    ("values", "mass"),
 )
 
 
