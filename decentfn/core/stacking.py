@@ -83,16 +83,6 @@ def in_chunks(function: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
     return trees.fill(returned[0], joined)
 
 
-def refuse_random(error: BaseException) -> None:
-    """Raise ValueError if `error` is PyTorch's, of a random operation in a chunk of workers."""
-    if "called random operation" in str(error):
-        raise ValueError(
-            "simulate(step, N, chunk_size=...): the loss draws random numbers (dropout, a random layer), and the workers of one chunk "
-            "cannot be told from those of another; leave chunk_size out, or write df.autograd(loss_fn), which runs one worker after "
-            "another."
-        ) from error
-
-
 def on_leaves(
     function: Callable[..., PyTree], arguments: PyTree
 ) -> tuple[Callable[[list[Tensor]], list[Tensor]], list[PyTree]]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentfn.core import PyTree, brief_error, over_workers, refuse_random, trees
+from decentfn.core import PyTree, brief_error, over_workers, trees
 from decentfn.core.buckets import Buckets
 from decentfn.gradient import DynamicLossScale, evaluate
 from decentfn.kit.state_check import is_state, kind_of
@@ -38,7 +38,6 @@ def explain(step: Step, error: Exception, state: Any, batch: PyTree, graphs: int
         return False
     allow_saved_tensors_hooks()
     said, raised = first_error(error), getattr(error, "inner_exception", error)
-    refuse_random(said)
     for told in (said, raised):
         if isinstance(told, ValueError):  # raised by the loss, an optimizer, an algorithm or a wrapper
             _raise_own(step, state, batch)

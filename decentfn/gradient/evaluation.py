@@ -14,7 +14,7 @@ from torch.profiler import record_function
 from decentfn.comm import collectives
 from decentfn.core import PyTree, brief, context, trees
 from decentfn.core.buckets import Buckets, each, mean_of_processes, mean_within_worker
-from decentfn.core.stacking import in_chunks, refuse_random
+from decentfn.core.stacking import in_chunks
 from decentfn.errors import RunError
 from decentfn.gradient.accumulated import Accumulated, is_list_of_micros, mean_gradient_of, separate
 from decentfn.gradient.by_autograd import ByAutograd, gradient_by_autograd
@@ -145,7 +145,6 @@ def _evaluate(
             require_none(ungiven(loss, ()))  # after its gradient
         return e
     except Exception as error:
-        refuse_random(error)
         if "df.autograd" not in str(error):
             error.add_note(_WAY_OUT)
         raise
