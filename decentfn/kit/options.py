@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from numbers import Real
 from typing import Any, TypedDict
 
 import torch
 
 from decentfn.core import brief, no_such_argument, require
-from decentfn.core.buckets import require_bucket_mb
 from decentfn.gradient import LossFn, require_loss
 from decentfn.optim.transforms.transform import require_descent, require_pair, wants_mix
 from decentfn.topologies import Topology
@@ -50,7 +50,10 @@ def require_arguments(
     rule = "expected a Topology, for example df.topology('ring', num_workers=4)."
     require(isinstance(topology, Topology), f"topology={brief(topology)}", rule)
     require_names("Worker", options)
-    require_bucket_mb(options.get("bucket_mb", DEFAULTS["bucket_mb"]))
+    mb = options.get("bucket_mb", DEFAULTS["bucket_mb"])
+    is_size = isinstance(mb, Real) and not isinstance(mb, bool) and 0 < float(mb) < float("inf")
+    rule = "a bucket's size is a positive number of MiB; 25 is the default."
+    require(is_size, f"bucket_mb={brief(mb)}", rule)
     wire_dtype = options.get("wire_dtype")
     is_float = isinstance(wire_dtype, torch.dtype) and wire_dtype.is_floating_point and wire_dtype.itemsize > 1
     if wire_dtype is not None and not is_float:

@@ -38,5 +38,4 @@ from decentfn.core.buckets.plan import (
     elements,
     flatten,
     loose,
-    require_bucket_mb,
 )

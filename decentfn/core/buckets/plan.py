@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from math import prod
-from numbers import Real
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor
 
 from decentfn.core import trees
-from decentfn.core.formatting import brief
 from decentfn.core.handles import number_of
 from decentfn.core.trees import PyTree
 from decentfn.torch_private.dynamo import constant_while_traced
@@ -270,7 +268,6 @@ def flatten(
     named = trees.named_leaves(params)
     if not named:
         raise ValueError("init(params): the tree has no leaves, so there is nothing to train; pass a tree of tensors.")
-    require_bucket_mb(bucket_mb)
     for name, leaf in named:
         _check_leaf(name, leaf)
 
@@ -309,14 +306,6 @@ def flatten(
     template = trees.map(lambda leaf: position[_memory(leaf)], params)
     plan = Plan(plans, template, processes, tp_size, places)
     return Buckets(plan.lay_out(params), plan)
-
-
-def require_bucket_mb(bucket_mb: object) -> None:
-    """Raise ValueError unless `bucket_mb` is a positive number."""
-    if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, Real) or not 0 < float(bucket_mb) < float("inf"):
-        raise ValueError(
-            f"bucket_mb={brief(bucket_mb)}: a bucket's size is a positive number of MiB; 25 is the default."
-        )
 
 
 def _memory(leaf: Tensor) -> object:
