@@ -35,8 +35,8 @@ def build(loss_fn=plain_loss, optimizer=None, topology=None, **options):
     return df.adapt_then_combine(loss_fn, optimizer or df.sgd(0.1), topology, **options)
 
 
-def w():
-    return {"w": torch.ones(3)}
+def w(dtype=torch.float32):
+    return {"w": torch.ones(3, dtype=dtype)}
 
 
 def of_module():
@@ -112,6 +112,10 @@ MISTAKES = {
     "the pair simulated": (lambda: df.simulate(build(), N), r"^simulate\(Algorithm.*init, step ="),
     "a wire dtype's name": (lambda: build(wire_dtype="bf16"), r"^wire_dtype='bf16'.*torch\.bfloat16"),
     "a wire dtype of integers": (lambda: build(wire_dtype=torch.int8), r"^wire_dtype=torch\.int8: expected a floating"),
+    "a wider wire": (
+        lambda: build(wire_dtype=torch.float32).init(w(torch.bfloat16)),
+        r"^wire_dtype=torch\.float32 is wider than every parameter \(torch\.bfloat16\).*leave it out",
+    ),
     "a bucket's size as text": (lambda: build(bucket_mb="25"), r"^bucket_mb='25'.*number of MiB"),
     "a bucket without end": (lambda: build(bucket_mb=float("inf")), r"^bucket_mb=inf.*number of MiB"),
     "torch's optimizer": (

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ParamSpec, cast
 
+import torch
+
 from decentfn.comm.fingerprint import agree, describe, require_equal, structure
-from decentfn.core import PyTree, bind, brief, plain, trees
+from decentfn.core import PyTree, bind, brief, plain, require, trees
 from decentfn.gradient import constants, require_inputs
 from decentfn.kit.options import DEFAULTS, require_names
 from decentfn.kit.preconditions import require_doubly_stochastic
@@ -73,7 +75,9 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
         expected = StateCheck(loss_fn, built.step.start, starts_equal=built.step.starts_equal)
 
         def start(params: PyTree, buffers: PyTree = None) -> Any:
+            rule = "torch.inference_mode is on, and what is made in it cannot be trained; call init outside of it."
             try:
+                require(not torch.is_inference_mode_enabled(), "init(params)", rule)
                 require_params(params)
                 buffers = require_inputs("init(params, buffers)", loss_fn, params, trees.plain(buffers))
             except Exception as error:

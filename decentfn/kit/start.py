@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from decentfn import sharded
 from decentfn.comm import collectives
 from decentfn.comm.fingerprint import agree, compare, digest, fingerprint, label
 from decentfn.core import PyTree, require, trees
 from decentfn.core.buckets import Buckets, flatten
-from decentfn.kit.options import Shared, left_out
+from decentfn.kit.options import Shared, left_out, require_narrower
 from decentfn.optim.transforms.transform import masks_of, require_descent
 from decentfn.sharded import Partition
 from decentfn.topologies import Topology
@@ -25,6 +27,7 @@ def lay_out(
     optimizers: Sequence[Any],
     topologies: Sequence[Topology],
     bucket_mb: float,
+    wire_dtype: torch.dtype | None,
     shared: Shared,
     partition: Partition,
 ) -> Buckets:
@@ -40,6 +43,7 @@ def lay_out(
         x = flatten(params, bucket_mb=bucket_mb, masks=masks, left_out=own, **partition._asdict())
         for optimizer in optimizers:
             require_descent(optimizer, x.plan)
+        require_narrower(wire_dtype, x)
         if topologies[0].num_workers % (here := collectives.world()).size:
             collectives.refuse_size(here, 1, topologies[0].num_workers, "init(params)")
         devices = {tensor.device: plan.segments[0].name for tensor, plan in zip(x, x.plan.buckets, strict=True)}

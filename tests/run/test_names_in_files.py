@@ -84,7 +84,12 @@ def test_a_compiled_module_has_the_names_of_the_plain_one(whole, tmp_path):
     assert all(map(torch.equal, [x for _, x in sorted(df.params(restored).items())], expected))
 
 
-def test_a_state_that_is_made_without_gradients_is_trained():
+def test_a_state_is_not_made_in_inference_mode():
+    with (
+        torch.inference_mode(),
+        pytest.raises(ValueError, match=r"init\(params\): torch.inference_mode is on.*outside"),
+    ):
+        _state(nn.Linear(3, 2))
     with torch.no_grad():
         state, step = _state(nn.Linear(3, 2))
     step(state, (torch.ones(5, 3), torch.zeros(5, dtype=torch.int64)), 0)
