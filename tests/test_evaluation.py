@@ -295,6 +295,20 @@ def test_what_reaches_parameters_through_a_list_is_evaluated_with_those_of_the_s
     assert torch.equal(module.trained, torch.eye(3)) and module.listed[1] is module.trained
 
 
+@pytest.mark.parametrize("backend", [None, "eager"])
+def test_a_traced_gradient_refuses_frozen_parameters_of_a_list_and_by_autograd_they_are_those_of_the_state(backend):
+    params, buffers, loss_fn = df.functional(Listed(), nn.functional.mse_loss)
+    x = torch.arange(12.0).view(4, 3)
+    for around in (lambda loss_fn: loss_fn, df.autograd):
+        init, step = df.all_reduce(around(loss_fn), df.sgd(0.1), df.topology("complete", 1))
+        step = step if backend is None else df.compile(step, backend=backend)
+        if around is not df.autograd:
+            with pytest.raises(ValueError, match=r"frozen parameters \['frozen'\].*ParameterList.*df.autograd"):
+                step(init(params, buffers), (x, x), 0)
+    _, metrics = step(init(params, {"frozen": 2 * buffers["frozen"]}), (x, x), 0)
+    torch.testing.assert_close(metrics.loss, x.square().mean())
+
+
 def test_a_metric_of_the_parameters_alone_takes_no_buffers():
     for module in (nn.Linear(3, 1), nn.BatchNorm1d(3)):
         params, buffers, loss_fn = df.functional(module, nn.functional.mse_loss)
@@ -331,3 +345,14 @@ def test_nobody_waits_for_a_process_whose_evaluation_fails():
 def test_what_is_no_metric_or_batch_gets_a_sentence(evaluated, batch, words):
     with pytest.raises(ValueError, match=words):
         df.evaluate(evaluated, state_of(range(N)), [batch])
+
+
+@pytest.mark.parametrize("module", [nn.Linear(2, 2), nn.BatchNorm1d(2)])
+def test_a_metric_that_leaves_the_buffers_out_is_told_how_to_pass_them(module):
+    params, buffers, loss_fn = df.functional(module, nn.functional.mse_loss)
+    state = df.adapt_then_combine(loss_fn, df.sgd(0.1), df.topology("complete", 1)).init(params, buffers)
+    batches = [(torch.ones(3, 2), torch.zeros(3, 2))]
+    with pytest.raises(TypeError, match=r"write loss, _ = loss_fn\(params, buffers, batch\)"):
+        df.evaluate(lambda params, batch: loss_fn(params, batch), state, batches)
+    as_told = df.evaluate(lambda params, buffers, batch: loss_fn(params, buffers, batch)[0], state, batches)
+    assert as_told == df.evaluate(loss_fn, state, batches)

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from decentfn import sharded
 from decentfn.core import PyTree, brief, context, require, trees
-from decentfn.gradient.gradient_checks import copied, frozen_under, require_apart
+from decentfn.gradient.gradient_checks import copied, frozen_under, listed_parameters, require_apart, require_unlisted
 from decentfn.gradient.loss import in_mode, is_pair, require_criterion, watched
 from decentfn.gradient.parameter_swap import (
     Entry,
@@ -53,18 +53,26 @@ class ModuleLoss:
         self._shapes = _shapes(params), _shapes(buffers)
         self.param_attributes = {name: vars(x) for name, x in params.items()}
         self._trained = _trained(network)
-        self._hooked = _with_hooks(self.own(), params)
+        own = self.own()
+        listed = listed_parameters(network.modules()) if buffers else set()
+        self._listed = sorted(name for name, x in own.items() if name in buffers and id(x) in listed)
+        self._hooked = _with_hooks(own, params)
         self._places = {
             name.removeprefix(self._prefix): name for name, _ in (*network.named_parameters(), *network.named_buffers())
         }
         self._empty = [(m, n) for m in self.network.modules() for n, x in m._buffers.items() if x is None]
         """Buffers that are None."""
 
-    def __call__(self, params: PyTree, buffers: PyTree, batch: Any) -> tuple[Tensor, tuple[PyTree, PyTree]]:
+    def __call__(self, params: PyTree, buffers: PyTree, batch: Any = ...) -> tuple[Tensor, tuple[PyTree, PyTree]]:
         """Run the module with these parameters and copies of these buffers; leave no tensor of torch.func in it."""
+        if batch is ...:
+            raise TypeError(
+                f"{self._call}: write loss, _ = loss_fn(params, buffers, batch); buffers are {{}} if it has none."
+            )
         new = {name: b if name in self.frozen else torch.clone(b) for name, b in buffers.items()}
         given = {**params, **new}
         changed: list[str] = []
+        require_unlisted(self._call, self._listed, params)
         if torch.compiler.is_dynamo_compiling():
             self._require_no_hooks(params)
             self._require_trained(params)
