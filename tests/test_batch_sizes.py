@@ -38,6 +38,23 @@ def images():
     )
 
 
+class Bags(nn.Module):
+    """Operators that PyTorch batches by a loop over the workers, or by their sizes as numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.bags = nn.ModuleList([nn.EmbeddingBag(7, 5, mode=mode) for mode in ("mean", "sum")])
+        self.pair, self.head = nn.Bilinear(5, 5, 4), nn.Linear(4, 7)
+
+    def forward(self, x):
+        mean, total = (bag(x) for bag in self.bags)
+        starts = torch.arange(len(x) + 1, device=x.device) * x.shape[1]  # the last bag is empty
+        total = total + self.bags[0](x.flatten(), starts)[:-1]
+        weighted = nn.functional.embedding_bag(x, self.bags[1].weight, per_sample_weights=x / 9, mode="sum")
+        h = self.pair(mean, (total + weighted).tanh())
+        return self.head(torch.take_along_dim(h, h.argsort(-1), -1) + torch.take_along_dim(h, h.argmax(0, True), 0))
+
+
 def perceptron():
     return nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.GELU(), nn.Linear(5, 7))
 
@@ -46,6 +63,7 @@ SUBJECTS = {
     "rows": (perceptron, lambda size: (size, 3), lambda size: (size,)),
     "rows of images": (images, lambda size: (size, 2, 12, 12), lambda size: (size,)),
     "rows of tokens": (Transformer, lambda size: (size, 6), lambda size: (size, 6)),
+    "rows of bags": (Bags, lambda size: (size, 6), lambda size: (size,)),
     "length": (Transformer, lambda size: (2, size), lambda size: (2, size)),
 }
 
@@ -112,6 +130,7 @@ def test_thirty_sizes_are_compiled_at_most_three_times_on_ranks():
         pytest.param("rows", marks=pytest.mark.slow),  # of what is in the transformer, too
         "rows of images",
         pytest.param("rows of tokens", marks=pytest.mark.slow),  # of the same network
+        "rows of bags",
         "length",
     ],
 )

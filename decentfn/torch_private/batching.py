@@ -153,11 +153,51 @@ def _group_norm(
     return output if bias is None else output + bias.view(of_channels)
 
 
+def _bilinear(one: Tensor, other: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    halves = (one @ weight.movedim(0, 1).flatten(1)).unflatten(-1, (weight.shape[0], weight.shape[2]))
+    output = (halves * other.unsqueeze(-2)).sum(-1)
+    return output if bias is None else output + bias
+
+
+def _take_along_dim(x: Tensor, index: Tensor, dim: int | None = None) -> Tensor:
+    if dim is None:
+        return x.flatten().gather(0, index.flatten())
+    sizes = [own if other == 1 else other for own, other in zip(x.shape, index.shape, strict=True)]
+    dim %= x.dim()
+    ends = sizes[:dim], sizes[dim + 1 :]
+    return x.expand(*ends[0], -1, *ends[1]).gather(dim, index.expand(*ends[0], -1, *ends[1]))
+
+
+def _embedding_bag(
+    weight: Tensor,
+    index: Tensor,
+    offsets: Tensor,
+    scaled: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    factors: Tensor | None = None,
+    has_end: bool = False,
+    padding: int | None = None,
+) -> Any:
+    if scaled or padding is not None or mode == 2:  # of equal maxima one has the gradient
+        return NotImplemented
+    starts = offsets[: offsets.shape[0] - has_end]
+    begun = index.new_zeros(index.shape[0] + 1)  # the last bags may be empty
+    bag = begun.index_add(0, starts, torch.ones_like(starts))[:-1].cumsum(0) - 1
+    rows = weight[index] if factors is None else weight[index] * factors.unsqueeze(-1)
+    sizes = torch.zeros_like(starts).index_add(0, bag, torch.ones_like(bag))
+    output = rows.new_zeros((starts.shape[0], rows.shape[1])).index_add(0, bag, rows)
+    output = output / sizes.clamp(min=1).unsqueeze(-1) if mode == 1 else output
+    return output, bag, sizes, sizes
+
+
 def _install(op: Any, rule: Callable[..., Any], key: Any, always: bool = False) -> None:
     def batched(*args: Any, **kwargs: Any) -> Any:
         shapes = [x.shape for x in trees.leaves((args, kwargs)) if isinstance(x, Tensor)]
         has_symbols = always or any(isinstance(size, torch.SymInt) for shape in shapes for size in shape)
-        return rule(*args, **kwargs) if shapes[0] and has_symbols else op._op_dk(key, *args, **kwargs)
+        if shapes[0] and has_symbols and (out := rule(*args, **kwargs)) is not NotImplemented:
+            return out
+        return op._op_dk(key, *args, **kwargs)
 
     op.py_impl(key)(batched)
 
@@ -179,6 +219,10 @@ def _install_all() -> None:
     first, batched = keys.FuncTorchDynamicLayerFrontMode, keys.FuncTorchBatched
     _aten.linear.default.py_impl(first)(_linear)
     _install(_aten.group_norm.default, _group_norm, first)
+    _install(_aten.bilinear.default, _bilinear, first)
+    _install(_aten.take_along_dim.default, _take_along_dim, first)
+    for op in (_aten.embedding_bag.default, _aten.embedding_bag.padding_idx):
+        _install(op, _embedding_bag, first)
     _install(_aten.dropout.default, written_out[_aten.dropout.default], first)
     for rule, ops in ((_moved, _MOVED), (_convolution, _CONVOLUTIONS), (_samples, _SAMPLES)):
         for op in ops:
