@@ -7,6 +7,8 @@ import os
 from functools import cache
 from typing import Any
 
+import torch
+
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
@@ -34,6 +36,13 @@ def give_back_freed_memory() -> None:
     malloc_trim = _from_c("malloc_trim")
     if malloc_trim is not None:
         malloc_trim(0)
+
+
+def device_memory(device: torch.device) -> int:
+    """Return the size of a device's memory, in bytes."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _from_c(name: str) -> Any:

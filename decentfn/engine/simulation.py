@@ -13,7 +13,7 @@ from decentfn.comm import collectives
 from decentfn.comm.fingerprint import require_equal_rows
 from decentfn.core import PyTree, batches_of, over_workers, require_rows, trees
 from decentfn.core.arguments import MOST_WORKERS, checks_numbers, require, require_at_most
-from decentfn.engine.memory import keep_freed_memory
+from decentfn.engine.memory import device_memory, keep_freed_memory
 from decentfn.gradient.side_channel import SideChannel
 from decentfn.kit.state_check import is_state
 from decentfn.kit.step import Step
@@ -116,7 +116,8 @@ def stack(state: PyTree, num_workers: int, *, arrivals: Trace | None = None) -> 
     With `arrivals`, each worker has room for the messages that are in flight in that trace.
 
     Raises:
-        ValueError: `num_workers` is not an integer >= 1, or the state is stacked already.
+        ValueError: `num_workers` is not an integer >= 1, or the state is stacked already; the messages in flight do not fit
+            into memory.
     """
     require_at_most("stack", MOST_WORKERS, num_workers=num_workers)
     if is_state(state) and state.params[0].dim() > 1:
@@ -125,8 +126,22 @@ def stack(state: PyTree, num_workers: int, *, arrivals: Trace | None = None) -> 
             "init(params) returned. Stacked states of several runs are df.stack_runs(states)."
         )
     if arrivals is not None:
-        state = with_room(state, arrivals.room)
+        state = with_room(state, _room(state, num_workers, arrivals))
     return trees.map(lambda leaf: leaf.unsqueeze(0).repeat(num_workers, *[1] * leaf.dim()), state)
+
+
+def _room(state: Any, num_workers: int, arrivals: Trace) -> int:
+    """Return the places of a worker's ring; raise ValueError if all rings together exceed a CPU's memory."""
+    each = sum(box.shape[-1] * box.itemsize for ring in trees.nodes_of(collectives.Ring, state) for box in ring.values)
+    needed, room = num_workers * arrivals.room * each, device_memory(state.params[0].device)
+    if needed > room:
+        worker, step = max(arrivals.places, key=lambda one: arrivals.places[one])
+        raise ValueError(
+            f"stack(state, {num_workers}, arrivals=trace): R={arrivals.room} messages of each worker, as many of worker {worker} are in "
+            f"flight at its own step {step}, take {needed:,} bytes, and this machine has {room:,}; replay a shorter trace, fewer workers, "
+            "or a smaller model."
+        )
+    return arrivals.room
 
 
 @checks_numbers
