@@ -51,6 +51,8 @@ def reported_as(kind: type[RunError], what: str, **place: int) -> Iterator[None]
     """Turn PyTorch's error into one of this library's, whose message says what failed, and why."""
     try:
         yield
+    except RunError:
+        raise
     except RuntimeError as error:
         raise kind(f"{what}: {brief_error(error)}", **place) from error
 
