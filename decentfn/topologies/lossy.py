@@ -17,7 +17,7 @@ from torch import Tensor
 from decentfn.core import checks_arguments, draws, require
 from decentfn.topologies.combine import combination, later
 from decentfn.topologies.drawn import from_rounds
-from decentfn.topologies.rounds import RULES, Round, Topology
+from decentfn.topologies.rounds import RULES, Round, Topology, is_symmetric
 
 _LOST, _LATE = 0x6C6F7374, 0x6C617465
 """Streams of the draws of links."""
@@ -144,13 +144,4 @@ def _require_links(call: str, topology: Topology, both_ways: bool) -> None:
     require(not topology.has_groups, call, rule, topology=topology)
     if both_ways and not topology.needs_push_sum:
         rule = "its messages go one way, so a lost one leaves rows that do not sum to 1; both_ways=False, for push-sum."
-        require(all(_is_symmetric(topology.round(t)) for t in topology.steps(_CHECKED)), call, rule, topology=topology)
-
-
-def _is_symmetric(this: Round) -> bool:
-    """Return True if W = Wᵀ, by a fixed random vector."""
-    x = draws.uniform(0, 0, _LOST, (len(this.sources),))
-    given = this.weights[:, 1:].gather(0, this.destinations.clamp(min=0)) * (this.destinations >= 0)
-    heard = (this.weights[:, 1:] * x[this.heard]).sum(1)
-    told = (given * x[this.destinations.clamp(min=0)]).sum(1)
-    return torch.allclose(heard, told, rtol=0, atol=1e-12)
+        require(all(is_symmetric(topology, t) for t in topology.steps(_CHECKED)), call, rule, topology=topology)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn.core import brief, checks_arguments, handle_of, require, rule_of, sent
+from decentfn.core import brief, checks_arguments, draws, handle_of, require, rule_of, sent
 
 if TYPE_CHECKING:
     from decentfn.topologies.resized import Resized
@@ -322,3 +322,10 @@ def mixed(topology: Topology, t: int, x: Tensor) -> Tensor:
 def mixing_matrix(topology: Topology, t: int) -> Tensor:
     """Return the mixing matrix of step `t`: `[N, N]` float64, `W[i, j]` the weight that worker i gives to worker j."""
     return mixed(topology, t, torch.eye(topology.num_workers, dtype=torch.float64))
+
+
+def is_symmetric(topology: Topology, t: int) -> bool:
+    """Return True if W_t = W_tᵀ, by fixed random vectors X: Xᵀ W X is symmetric."""
+    x = draws.uniform(0, 0, 0, (topology.num_workers, 4)).double() - 0.5
+    products = x.T @ mixed(topology, t, x)
+    return torch.allclose(products, products.T, rtol=0, atol=1e-12)
