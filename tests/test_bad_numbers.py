@@ -229,7 +229,7 @@ ELSEWHERE = {
     "pictures": ["graph", "matrix"],
     "matrices only": ["muon"],
     "other packages": ["from_torch"],
-    "of a step": ["collect", "difference", "scale", "distance_in_steps", "set_learning_rate", "shares_of"],
+    "of a step": ["collect", "difference", "scale", "distance_in_steps", "set_learning_rate"],
     "testing": ["hostile", "on_ranks"],
     "draws, which steps call while they run": ["bits", "integers", "permutation", "sign", "uniform"],
     "Decent-DP": ["clip_by_buckets"],

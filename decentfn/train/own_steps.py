@@ -17,7 +17,8 @@ from decentfn.elastic.connections import reported_as
 from decentfn.errors import PeerLost
 from decentfn.kit.state import State
 from decentfn.kit.step import MAIL_IS_ELSEWHERE
-from decentfn.timing import Trace, filled_up, schedule_name
+from decentfn.timing import Trace, schedule_name
+from decentfn.timing.replay import filled_up
 
 Batch = TypeVar("Batch")
 
