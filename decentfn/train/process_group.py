@@ -19,7 +19,7 @@ from decentfn import sharded
 from decentfn.comm import collectives
 from decentfn.comm.collectives import World
 from decentfn.core import brief, checks_numbers, real, require, warn
-from decentfn.elastic.connections import reported_as
+from decentfn.elastic.connections import default_group, reported_as
 from decentfn.elastic.joining import versions, wait_for_run
 from decentfn.engine.memory import keep_freed_memory
 from decentfn.errors import ExchangeTimeout, PlanMismatch
@@ -261,15 +261,7 @@ def _start(backend: str | None, gpus: int, timeout: timedelta) -> None:
     device = torch.device("cuda", index) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        # gloo also serves metrics, fingerprints and checks of a run on GPUs.
-        "cpu:gloo,cuda:nccl" if on_gpu and backend in (None, "nccl") else backend or "gloo",
-        store=PrefixStore("default_pg", store),
-        rank=rank,
-        world_size=size,
-        timeout=timeout,
-        device_id=device if on_gpu else None,  # create communicators now, not with the first message
-    )
+    default_group(PrefixStore("default_pg", store), rank, size, timeout, device, None if backend == "nccl" else backend)
     collectives.adopt_default_group(timeout, device)
     if rank == 0:
         _log.info("world: %d processes, %s, on %s, timeout %s", size, dist.get_backend_config(), device.type, timeout)
