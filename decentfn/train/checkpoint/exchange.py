@@ -119,12 +119,7 @@ def _write(path: Path, named: dict[str, Any], own: dict[str, Any]) -> None:
     names = {name: without_compiled(first.setdefault(id(own[name]), name)) for name in named}
     tied = {without_compiled(name): kept for name, kept in names.items() if without_compiled(name) != kept}
     kept = {without_compiled(name): named[name].cpu().contiguous() for name in first.values()}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        files.write(temporary, layout.encoded(kept, tied=tied))
-        files.publish(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    files.replace(path, layout.encoded(kept, tied=tied))
 
 
 def _begin_directory(path: Path) -> str:
