@@ -299,7 +299,7 @@ def own(name="w"):
         (lambda: df.adapt_then_combine(loss_fn, df.sgd(0.1), RING, bucket_mb=True), r"bucket_mb=True.*positive"),
         (lambda: df.sgd(0.1, mask="w"), r"sgd\(mask='w'\).*function"),
         (lambda: df.mixing_matrix(RING, -1), r"mixing_matrix\(t=-1\).*from 0"),
-        (lambda: df.mixing_matrix("ring", 0), r"mixing_matrix\('ring'\).*topology"),
+        (lambda: df.mixing_matrix("ring", 0), r"mixing_matrix\(topology='ring'\).*topology"),
         (lambda: G.mixed(RING, 0, torch.ones(3, 2)), r"mixed.*row for each of the 4 workers"),
         (lambda: G.from_shifts("m", [{1: 5000}], 4), r"m: worker 0's self-weight.*-4999"),
         (lambda: G.from_shifts("m", [{1: 0.5}, "x"], 4), r"m: a round is 'x'"),
