@@ -207,7 +207,7 @@ def ends(script, arguments, capsys):
         (["--algorithm-args", "x=open('a')"], "train_lm: --algorithm-args x=open('a'): malformed"),
         (
             ["--algorithm", "choco-sgd", "--algorithm-args", "gamma=0.3", "compressor=top_k(2)"],
-            "train_lm: --algorithm-args compressor=top_k(2): top_k(fraction=2): the fraction lies",
+            "train_lm: --algorithm-args compressor=top_k(2): top_k(fraction=2): fraction lies",
         ),
         (["--algorithm", "choco-sgd", "--algorithm-args", "gamma=0.3", "compressor=none"], "train_lm: choco_sgd"),
         (["--accumulate", "0"], "train_lm: --accumulate 0: it is at least 1"),

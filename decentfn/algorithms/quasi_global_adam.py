@@ -23,7 +23,7 @@ from torch import Tensor
 
 from decentfn import kit
 from decentfn.core.buckets import in_parts
-from decentfn.optim.transforms.optimizers import require_adam
+from decentfn.optim.transforms.basic import RULES
 
 
 class Memory(NamedTuple):
@@ -70,7 +70,8 @@ def quasi_global_adam(
         ValueError: β₁ or β₂ outside [0, 1), a push-sum topology.
     """
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
-    require_adam("quasi_global_adam", b1, b2, eps)
+    for name, value in {"b1": b1, "b2": b2, "eps": eps}.items():
+        RULES[name]("quasi_global_adam", name, value)
     kit.require_positive("quasi_global_adam", gradient_weight=gradient_weight)
 
     def normalized(moved: kit.Buckets) -> kit.Buckets:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from decentfn.compressors import wire
-from decentfn.core.arguments import require
+from decentfn.core.arguments import rule_of
 from decentfn.core.buckets import BucketPlan
 
 
@@ -66,7 +66,9 @@ def packed(
     )
 
 
-def check_chunk(call: str, chunk: int | None) -> None:
-    """Raise ValueError unless `chunk` is a length, or None for the whole bucket."""
-    rule = "a chunk is an integer >= 1, or None for the whole bucket."
-    require(chunk is None or chunk >= 1, call, rule, chunk=chunk)
+RULES = {
+    **dict.fromkeys(("k", "rank", "chunk"), rule_of(lambda x: x is None or x >= 1, "is an integer >= 1.")),
+    "fraction": rule_of(lambda x: 0 < x <= 1, "lies in (0, 1]; for a number of values write k=."),
+    "levels": rule_of(lambda x: 1 <= x <= 127, "is an integer in [1, 127], so that a value fits in a byte."),
+}
+"""Rules of the arguments of compressors, by their names."""

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from decentfn.compressors import wire
-from decentfn.compressors.compressor import Compressor, Fields, Key, check_chunk, packed
-from decentfn.core.arguments import checks_numbers, require
+from decentfn.compressors.compressor import RULES, Compressor, Fields, Key, packed
+from decentfn.core.arguments import checks_arguments, require
 from decentfn.core.buckets import BucketPlan, wide
 
 
@@ -44,7 +44,7 @@ def cast(dtype: torch.dtype) -> Compressor:
     )
 
 
-@checks_numbers
+@checks_arguments(RULES)
 def sign(chunk: int | None = 1024) -> Compressor:
     """Send the signs (0 counts as positive) and the mean of abs(x) of each chunk.
 
@@ -55,7 +55,6 @@ def sign(chunk: int | None = 1024) -> Compressor:
         chunk: values that share a scale, >= 1; None is the whole bucket.
     Source: Bernstein et al., ICML 2018; with its scale, Karimireddy et al., ICML 2019.
     """
-    check_chunk("sign", chunk)
 
     def encode(x: Tensor, plan: BucketPlan, key: Key) -> tuple[Tensor, Tensor]:
         rows = wire.rows(x, chunk)
@@ -77,7 +76,7 @@ def sign(chunk: int | None = 1024) -> Compressor:
     )
 
 
-@checks_numbers
+@checks_arguments(RULES)
 def quantize(bits: int = 8, *, chunk: int | None = None, stochastic: bool = False, seed: int = 0) -> Compressor:
     """Round to 2L + 1 levels between ±max abs(x) of a chunk, L = 2^(bits-1) - 1, to the nearest or stochastically.
 
@@ -91,7 +90,6 @@ def quantize(bits: int = 8, *, chunk: int | None = None, stochastic: bool = Fals
         seed: seed of stochastic rounding.
     """
     require(bits in (2, 4, 8), "quantize", "bits per value are 8, 4 or 2.", bits=bits)
-    check_chunk("quantize", chunk)
     length = chunk or (256 if bits == 8 else 64)
     levels = 2 ** (bits - 1) - 1
 
@@ -106,7 +104,7 @@ def quantize(bits: int = 8, *, chunk: int | None = None, stochastic: bool = Fals
     return _rounding(name, bits, levels, length, lambda rows: rows.abs().amax(1), delta, drawn_by)
 
 
-@checks_numbers
+@checks_arguments(RULES)
 def qsgd(levels: int = 7, *, chunk: int | None = 512, seed: int = 0) -> Compressor:
     """Round x s/‖x‖₂ of a chunk stochastically to integers in [-s, s]; unbiased.
 
@@ -119,9 +117,6 @@ def qsgd(levels: int = 7, *, chunk: int | None = 512, seed: int = 0) -> Compress
         seed: seed of the draws.
     Source: Alistarh et al., NeurIPS 2017 (with fixed-length codes).
     """
-    rule = "levels is an integer in [1, 127], so that a value fits in a byte."
-    require(1 <= levels <= 127, "qsgd", rule, levels=levels)
-    check_chunk("qsgd", chunk)
     bits = 2 if levels == 1 else 4 if levels <= 7 else 8
 
     def delta(plan: BucketPlan) -> float | None:

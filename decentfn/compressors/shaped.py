@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from decentfn.compressors import wire
-from decentfn.compressors.compressor import Compressor, Fields, Key, packed
-from decentfn.core.arguments import checks_numbers, require
+from decentfn.compressors.compressor import RULES, Compressor, Fields, Key, packed
+from decentfn.core.arguments import checks_arguments
 from decentfn.core.buckets import BucketPlan, Segment, wide
 
 
-@checks_numbers
+@checks_arguments(RULES)
 def low_rank(rank: int = 1, *, seed: int = 0) -> Compressor:
     """Project each matrix M `[m, n]` (first axis x all others) onto r columns: P = orth(M G), G Gaussian, C = P (Pᵀ M).
 
@@ -26,7 +26,6 @@ def low_rank(rank: int = 1, *, seed: int = 0) -> Compressor:
         seed: seed of G.
     Source: PowerSGD, Vogels et al., NeurIPS 2019, without its warm start (messages do not depend on earlier ones).
     """
-    require(rank >= 1, "low_rank", "the rank is an integer >= 1.", rank=rank)
 
     def shapes(plan: BucketPlan) -> list[tuple[int, int] | None]:
         found = [matrix_shape(segment) for segment in plan.segments]
@@ -65,7 +64,7 @@ def low_rank(rank: int = 1, *, seed: int = 0) -> Compressor:
     return packed(f"low_rank({rank}, seed={seed})", fields, encode, decode, delta)
 
 
-@checks_numbers
+@checks_arguments(RULES)
 def dct_top_k(k: int = 32, *, chunk: int = 64) -> Compressor:
     """Send the k largest DCT coefficients of each tile of a leaf. δ = min over tiles of k/size.
 
@@ -77,8 +76,6 @@ def dct_top_k(k: int = 32, *, chunk: int = 64) -> Compressor:
         chunk: longest side of a tile, >= 1; 64 x 64 = 4,096 values for a matrix whose sides it divides.
     Source: DeMo, Peng et al., 2024.
     """
-    require(k >= 1, "dct_top_k", "k is an integer >= 1.", k=k)
-    require(chunk >= 1, "dct_top_k", "the side of a tile is an integer >= 1.", chunk=chunk)
 
     def tiles(segment: Segment) -> tuple[int, int, int, int]:
         """Return the numbers of tiles down and across, and the sides of a tile."""

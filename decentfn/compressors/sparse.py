@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from decentfn.compressors import wire
-from decentfn.compressors.compressor import Compressor, Fields, Key, check_chunk, packed
-from decentfn.core import checks_numbers, draws, once, require
+from decentfn.compressors.compressor import RULES, Compressor, Fields, Key, packed
+from decentfn.core import checks_arguments, draws, once, require
 from decentfn.core.buckets import BucketPlan, wide
 
 
-@checks_numbers
+@checks_arguments(RULES)
 def top_k(fraction: float = 0.01, *, k: int | None = None) -> Compressor:
     """Send the k values of a bucket that are largest in magnitude. δ = k/D.
 
@@ -21,7 +21,6 @@ def top_k(fraction: float = 0.01, *, k: int | None = None) -> Compressor:
         fraction: k/D, in (0, 1]; at least one value is sent.
         k: the number of values, >= 1, instead of a fraction (at most the whole bucket).
     """
-    _require_k("top_k", fraction, k)
 
     def fields(plan: BucketPlan) -> Fields:
         count = _count(plan, fraction, k)
@@ -38,7 +37,7 @@ def top_k(fraction: float = 0.01, *, k: int | None = None) -> Compressor:
     return packed(name, fields, encode, decode, lambda plan: _share(plan, fraction, k))
 
 
-@checks_numbers
+@checks_arguments(RULES)
 def chunk_top_k(k: int = 64, *, chunk: int = 4096, bits: int | None = None) -> Compressor:
     """Send the k values of each chunk that are largest in magnitude. δ = k/chunk, with 2 bits 1/(9 chunk).
 
@@ -51,8 +50,6 @@ def chunk_top_k(k: int = 64, *, chunk: int = 4096, bits: int | None = None) -> C
         bits: 2, or None to send the values as they are.
     Source: SparseLoCo, Sarfi et al., 2025 (with a simpler code book).
     """
-    require(k >= 1, "chunk_top_k", "k is an integer >= 1.", k=k)
-    check_chunk("chunk_top_k", chunk)
     require(bits in (None, 2), "chunk_top_k", "bits per value are 2, or None for whole values.", bits=bits)
 
     def sizes(plan: BucketPlan) -> tuple[int, int, int]:
@@ -103,7 +100,7 @@ def _level(codes: Tensor) -> Tensor:
     return (2 * (codes & 1).to(torch.int8) - 1) * (1 + (codes & 2).to(torch.int8))
 
 
-@checks_numbers
+@checks_arguments(RULES)
 def random_k(fraction: float = 0.01, *, k: int | None = None, seed: int = 0) -> Compressor:
     """Send k random values of a bucket. δ = k/D (scaled by D/k it would be unbiased, but not a contraction).
 
@@ -115,7 +112,6 @@ def random_k(fraction: float = 0.01, *, k: int | None = None, seed: int = 0) -> 
         k: the number of values, >= 1, instead of a fraction (at most the whole bucket).
         seed: seed of the draws.
     """
-    _require_k("random_k", fraction, k)
 
     def fields(plan: BucketPlan) -> Fields:
         return [(1, torch.int64), (_count(plan, fraction, k), plan.dtype)]
@@ -148,10 +144,3 @@ def _count(plan: BucketPlan, fraction: float, k: int | None) -> int:
 
 def _share(plan: BucketPlan, fraction: float, k: int | None) -> float:
     return _count(plan, fraction, k) / plan.numel if plan.numel else 1.0
-
-
-def _require_k(call: str, fraction: float, k: int | None) -> None:
-    rule = f"k is an integer >= 1; or pass a fraction of the bucket, {call}(0.01)."
-    require(k is None or k >= 1, call, rule, k=k)
-    rule = f"the fraction lies in (0, 1]; for a number of values write {call}(k=...)."
-    require(0 < fraction <= 1, call, rule, fraction=fraction)

@@ -5,12 +5,14 @@ from decentfn.core.arguments import (
     array,
     at_least,
     bind,
+    checks_arguments,
     checks_numbers,
     no_such_argument,
     plain,
     real,
     require,
     require_at_most,
+    rule_of,
     whole_number,
 )
 from decentfn.core.context import context

@@ -19,6 +19,9 @@ from decentfn.core.formatting import brief
 P = ParamSpec("P")
 T = TypeVar("T")
 
+Rule = Callable[[str, str, Any], object]
+"""`(call, name, value)`: raises ValueError for a value out of its range."""
+
 MOST_WORKERS = 2**20
 """Largest number of workers in a topology, and the limit of other counts that are enumerated."""
 
@@ -126,17 +129,34 @@ def no_such_argument(call: str, name: str, known: Sequence[str]) -> str:
 
 def checks_numbers(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate a public function: its `int`, `float` and `bool` arguments are checked, and become Python's types."""
-    signature = inspect.signature(function)
+    return checks_arguments({})(function)
 
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if torch.compiler.is_dynamo_compiling():  # which warns of @cache
-            return function(*args, **kwargs)
-        bound = bind(function, signature, args, kwargs)
-        bound.arguments.update(plain(function.__name__, signature.parameters, bound.arguments))
-        return function(*bound.args, **bound.kwargs)
 
-    return call
+def checks_arguments(rules: Mapping[str, Rule]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorate as `checks_numbers` does; arguments whose names have a rule are checked by it, too."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        signature = inspect.signature(function)
+
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            if torch.compiler.is_dynamo_compiling():  # which warns of @cache
+                return function(*args, **kwargs)
+            bound = bind(function, signature, args, kwargs)
+            bound.arguments.update(plain(function.__name__, signature.parameters, bound.arguments))
+            for name, value in bound.arguments.items():
+                if name in rules:
+                    rules[name](function.__name__, name, value)
+            return function(*bound.args, **bound.kwargs)
+
+        return call
+
+    return decorate
+
+
+def rule_of(holds: Callable[[Any], bool], text: str) -> Rule:
+    """Return the rule of an argument `name`: unless its value `holds`, `name text` is raised as ValueError."""
+    return lambda call, name, value: require(holds(value), call, f"{name} {text}", **{name: value})
 
 
 @cache

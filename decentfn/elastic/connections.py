@@ -51,6 +51,8 @@ def reported_as(kind: type[RunError], what: str, **place: int) -> Iterator[None]
     """Turn PyTorch's error into one of this library's, whose message says what failed, and why."""
     try:
         yield
+    except RunError:
+        raise
     except RuntimeError as error:
         raise kind(f"{what}: {brief_error(error)}", **place) from error
 
@@ -87,20 +89,22 @@ def connected(store: Store, rank: int, size: int, timeout: timedelta) -> dist.Pr
     return cast(dist.ProcessGroup, group)
 
 
-def default_group(store: Store, rank: int, size: int, timeout: timedelta, device: torch.device) -> dist.ProcessGroup:
-    """Make torch.distributed's default group, on a GPU of gloo and NCCL; collective, of processes that have met.
+def default_group(
+    store: Store, rank: int, size: int, timeout: timedelta, device: torch.device, backend: str | None = None
+) -> dist.ProcessGroup:
+    """Make torch.distributed's default group; collective, of processes that have met.
 
-    The store is one that no group has used.
+    The store is one that no group has used. On a GPU, gloo beside NCCL serves metrics, fingerprints and checks.
     """
     on_gpu = device.type != "cpu"
     try:
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            backend or ("cpu:gloo,cuda:nccl" if on_gpu else "gloo"),
             store=store,
             rank=rank,
             world_size=size,
             timeout=timeout,
-            device_id=device if on_gpu else None,
+            device_id=device if on_gpu else None,  # create communicators now, not with the first message
         )
     except RuntimeError:
         # PyTorch names a group by their number, which must be the same everywhere. It restarts with the end of a default group.

@@ -283,14 +283,9 @@ def begin(here: World, generation: Generation) -> None:
 
 
 def go_on(here: World, members: Members, patience: timedelta) -> Generation:
-    """Become the world of these processes, this one among them, with nothing in flight; connect them. Collective.
+    """Become the world of these processes, this one among them, with nothing in flight; connect those that come within `patience`.
 
-    Plain calls of torch.distributed, whose default group this was, fail from here on; on GPUs it has a new one.
-
-    Args:
-        here: the world whose processes go on.
-        members: those of a generation later than any before.
-        patience: within this time the others come.
+    Collective. Plain calls of torch.distributed, whose default group this was, fail from here on; on GPUs it has a new one.
     """
     before = generation_of(here)
     here.hang_up(also_apart=True)

@@ -213,7 +213,7 @@ class _Survivor:
     def enter(self, here: World, state: Any) -> tuple[Any, int]:
         """Wait until the run admits this process; return its state and the step to begin with."""
         self._store = run = cast(Store, awaited_run(here))
-        try:
+        with connections.reported_as(PeerLost, "join: the store does not answer"):
             joining.require_same(here, run, state)
             while True:
                 seat = joining.new_seat(here, run)
@@ -229,12 +229,6 @@ class _Survivor:
                     _log.info("join: %s; waiting again", brief_error(lost))
                     here.hang_up()
                     self._liveness.close()
-        except RunError:
-            raise
-        except RuntimeError as error:
-            raise PeerLost(
-                f"join: the store does not answer: {brief_error(error)}", process=generation_of(here).seat
-            ) from error
 
     def _go_on(self, here: World, todo: list[_Inputs], error: RunError | None) -> list[_Inputs]:
         """Return the steps to take with those that continue; this process is connected to them."""
@@ -289,17 +283,11 @@ class _Survivor:
 
     def _agree(self, here: World, t: int, repeats: bool, error: RunError | None) -> Decision:
         (_, seats, _), seat, liveness = generation_of(here).members, generation_of(here).seat, self._liveness
-        try:
+        what = f"survive: worker {seat} has lost others in step t={t}, and the store, which must outlive the workers, does not answer"
+        with connections.reported_as(PeerLost, what, process=seat, step=t):
             reached = tuple(other for other in seats if other == seat or liveness.probe(other) == "answers")
             mine, waiting = Note(seat, t, reached, repeats), partial(joining.waiting, here, self._store, liveness)
             decision = hold(mine, seats, generation_of(here).roll, liveness, waiting, self._patience)
-        except RuntimeError as lost:
-            raise PeerLost(
-                f"survive: worker {seat} has lost others in step t={t}, and the store does not answer: "
-                f"{brief_error(lost)}. It must outlive the workers (docs/surviving.md).",
-                process=seat,
-                step=t,
-            ) from error
         if decision is None:
             raise LeftBehind(
                 f"survive: the others have decided to continue without worker {seat}, which was at t={t}: it was "

@@ -17,7 +17,8 @@ from decentfn.engine.memory import device_memory, keep_freed_memory
 from decentfn.gradient.side_channel import SideChannel
 from decentfn.kit.state_check import is_state
 from decentfn.kit.step import Step
-from decentfn.timing import Replay, Trace
+from decentfn.timing import Trace
+from decentfn.timing.replay import Replay
 from decentfn.torch_private import functorch
 
 

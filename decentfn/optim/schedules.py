@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentfn.core import Numbers, brief, checks_numbers, context, real, require, whole_number
+from decentfn.core import Numbers, brief, checks_arguments, context, real, require, rule_of, whole_number
 from decentfn.optim.schedule_checks import require_schedule
 
 Schedule = Callable[[Tensor], Tensor]
@@ -35,14 +35,35 @@ __all__ = [
 ]
 
 
-@checks_numbers
+def _require_number(call: str, name: str, value: Any) -> None:
+    require(real(call, name, value) >= 0, call, f"{name} is a finite number >= 0.", **{name: value})
+
+
+def _require_steps(call: str, name: str, steps: Any) -> None:
+    is_count = 1 <= whole_number(call, name, steps) < 2**53
+    require(is_count, call, f"{name} is an integer >= 1, a number of updates.", **{name: steps})
+
+
+def _require_schedule(call: str, name: str, schedule: Any) -> None:
+    require(callable(schedule), call, "a schedule is a function of the count of updates.", schedule=schedule)
+    require_schedule(call, name, schedule)
+
+
+_RULES = {
+    **dict.fromkeys(("value", "start", "end", "peak"), _require_number),
+    **dict.fromkeys(("steps", "decay"), _require_steps),
+    **dict.fromkeys(("rate", "power"), rule_of(lambda x: x > 0, "is positive and finite.")),
+}
+"""Rules of the arguments of schedules, by their names."""
+
+
+@checks_arguments(_RULES)
 def constant(value: float) -> Schedule:
     """Constant `value`.
 
     >>> constant(0.1)(torch.tensor(7))
     tensor(0.1000, dtype=torch.float64)
     """
-    _check_values("constant", value=value)
     return _schedule(lambda u, value: 0 * u + value, value)
 
 
@@ -58,7 +79,8 @@ def per_run(values: Sequence[float]) -> Schedule:
         ValueError: no values; in the step of a sweep, another number of runs.
     """
     require(isinstance(values, Sequence) and len(values) > 0, "per_run", "expected one number per run.", values=values)
-    _check_values("per_run", **{f"values[{r}]": value for r, value in enumerate(values)})
+    for r, its in enumerate(values):
+        _require_number("per_run", f"values[{r}]", its)
 
     def value(u: Tensor, *table: Tensor) -> Tensor:
         number, runs = context.runs[-1] if context.runs else (torch.zeros((), dtype=torch.int64, device=u.device), 0)
@@ -69,7 +91,7 @@ def per_run(values: Sequence[float]) -> Schedule:
     return _schedule(value, *map(float, values))
 
 
-@checks_numbers
+@checks_arguments(_RULES)
 def linear(start: float, end: float, steps: int) -> Schedule:
     """Straight line from `start` at count 0 to `end` at count `steps`, then constant.
 
@@ -81,20 +103,16 @@ def linear(start: float, end: float, steps: int) -> Schedule:
     >>> linear(0.0, 1.0, 4)(torch.tensor(1))
     tensor(0.2500, dtype=torch.float64)
     """
-    _check_values("linear", start=start, end=end)
-    _check_steps("linear", "steps", steps)
     return _schedule(lambda u, start, end, steps: start + (end - start) * _fraction(u, steps), start, end, steps)
 
 
-@checks_numbers
+@checks_arguments(_RULES)
 def cosine(start: float, steps: int, end: float = 0.0) -> Schedule:
     """Half a cosine from `start` at count 0 to `end` at count `steps`, then constant.
 
     Args: those of `linear`.
     Source: Loshchilov and Hutter, ICLR 2017.
     """
-    _check_values("cosine", start=start, end=end)
-    _check_steps("cosine", "steps", steps)
 
     def value(u: Tensor, start: Tensor, end: Tensor, steps: Tensor) -> Tensor:
         return end + (start - end) * (1 + torch.cos(math.pi * _fraction(u, steps))) / 2
@@ -102,7 +120,7 @@ def cosine(start: float, steps: int, end: float = 0.0) -> Schedule:
     return _schedule(value, start, end, steps)
 
 
-@checks_numbers
+@checks_arguments(_RULES)
 def warmup_cosine(peak: float, warmup: int, steps: int, end: float = 0.0) -> Schedule:
     """Linear warm-up, `peak * u / warmup`, then half a cosine to `end` at count `steps`, then constant.
 
@@ -117,22 +135,20 @@ def warmup_cosine(peak: float, warmup: int, steps: int, end: float = 0.0) -> Sch
     >>> [round(float(schedule(torch.tensor(u))), 4) for u in (0, 5, 10, 60, 110, 1000)]
     [0.0, 0.5, 1.0, 0.55, 0.1, 0.1]
     """
-    _check_values("warmup_cosine", peak=peak, end=end)
     return _after_warmup("warmup_cosine", peak, warmup, steps, lambda rest: cosine(peak, rest, end))
 
 
-@checks_numbers
+@checks_arguments(_RULES)
 def warmup_linear(peak: float, warmup: int, steps: int, end: float = 0.0) -> Schedule:
     """Linear warm-up, `peak * u / warmup`, then a straight line to `end` at count `steps`, then constant.
 
     Args: those of `warmup_cosine`.
     Source: transformers' `get_linear_schedule_with_warmup` (end = 0), the default of its Trainer.
     """
-    _check_values("warmup_linear", peak=peak, end=end)
     return _after_warmup("warmup_linear", peak, warmup, steps, lambda rest: linear(peak, end, rest))
 
 
-@checks_numbers
+@checks_arguments(_RULES)
 def warmup_stable_decay(peak: float, warmup: int, decay: int, steps: int, end: float = 0.0) -> Schedule:
     """Linear warm-up, `peak * u / warmup`, then `peak`, and in the last `decay` updates a straight line to `end`.
 
@@ -145,8 +161,6 @@ def warmup_stable_decay(peak: float, warmup: int, decay: int, steps: int, end: f
     Source: Hu et al., MiniCPM, COLM 2024 (there called WSD).
     """
     call = "warmup_stable_decay"
-    _check_values(call, peak=peak, end=end)
-    _check_steps(call, "decay", decay)
     rule = "the run has at least warmup + decay updates."
     require(steps >= warmup + decay, call, rule, warmup=warmup, decay=decay, steps=steps)
 
@@ -157,7 +171,7 @@ def warmup_stable_decay(peak: float, warmup: int, decay: int, steps: int, end: f
     return _after_warmup(call, peak, warmup, steps, lambda rest: main)
 
 
-@checks_numbers
+@checks_arguments(_RULES | {"warmup": _require_steps})
 def inverse_sqrt(peak: float, warmup: int) -> Schedule:
     """Linear warm-up, `peak * u / warmup`, then `peak * sqrt(warmup / u)`.
 
@@ -166,8 +180,6 @@ def inverse_sqrt(peak: float, warmup: int) -> Schedule:
         warmup: updates of the warm-up, >= 1.
     Source: Vaswani et al., NeurIPS 2017.
     """
-    _check_values("inverse_sqrt", peak=peak)
-    _check_steps("inverse_sqrt", "warmup", warmup)
 
     def value(u: Tensor, peak: Tensor, warmup: Tensor) -> Tensor:
         return peak * torch.minimum(u / warmup, torch.sqrt(warmup / torch.clamp(u, min=1.0)))
@@ -175,16 +187,13 @@ def inverse_sqrt(peak: float, warmup: int) -> Schedule:
     return _schedule(value, peak, warmup)
 
 
-@checks_numbers
+@checks_arguments(_RULES)
 def polynomial(start: float, end: float, steps: int, power: float = 1.0) -> Schedule:
     """Polynomial decay, `end + (start - end) * (1 - count / steps)^power` until count `steps`, then constant.
 
     Args: those of `linear`, and a positive `power`; 1 is `linear`.
     Source: torch.optim.lr_scheduler.PolynomialLR (end = 0).
     """
-    _check_values("polynomial", start=start, end=end)
-    _check_steps("polynomial", "steps", steps)
-    require(power > 0, "polynomial", "power is positive and finite.", power=power)
 
     def value(u: Tensor, start: Tensor, end: Tensor, steps: Tensor, power: Tensor) -> Tensor:
         return end + (start - end) * (1 - _fraction(u, steps)) ** power
@@ -192,7 +201,7 @@ def polynomial(start: float, end: float, steps: int, power: float = 1.0) -> Sche
     return _schedule(value, start, end, steps, power)
 
 
-@checks_numbers
+@checks_arguments(_RULES)
 def exponential_decay(start: float, rate: float, steps: int, staircase: bool = False) -> Schedule:
     """Exponential decay: `start * rate ** (count / steps)`.
 
@@ -202,9 +211,6 @@ def exponential_decay(start: float, rate: float, steps: int, staircase: bool = F
         steps: >= 1.
         staircase: multiply once every `steps` updates instead of gradually.
     """
-    _check_values("exponential_decay", start=start)
-    _check_steps("exponential_decay", "steps", steps)
-    require(rate > 0, "exponential_decay", "rate is positive and finite; below 1 the value falls.", rate=rate)
 
     def value(u: Tensor, start: Tensor, rate: Tensor, steps: Tensor) -> Tensor:
         return start * rate ** (torch.floor(u / steps) if staircase else u / steps)
@@ -212,7 +218,7 @@ def exponential_decay(start: float, rate: float, steps: int, staircase: bool = F
     return _schedule(value, start, rate, steps)
 
 
-@checks_numbers
+@checks_arguments(_RULES)
 def piecewise_constant(start: float, factors: Mapping[int, float]) -> Schedule:
     """Step function: `start`, multiplied by each factor from its count on.
 
@@ -223,12 +229,11 @@ def piecewise_constant(start: float, factors: Mapping[int, float]) -> Schedule:
     >>> [float(piecewise_constant(1.0, {2: 0.1, 4: 0.5})(torch.tensor(u))) for u in (1, 2, 4)]
     [1.0, 0.1, 0.05]
     """
-    _check_values("piecewise_constant", start=start)
     rule = "expected a dict, count -> factor: {1000: 0.1}."
     require(isinstance(factors, Mapping), "piecewise_constant", rule, factors=factors)
     for count, factor in factors.items():
-        _check_steps("piecewise_constant", "count in factors", count)
-        _check_values("piecewise_constant", factor=factor)
+        _require_steps("piecewise_constant", "count in factors", count)
+        _require_number("piecewise_constant", "factor", factor)
 
     def value(u: Tensor, start: Tensor, *rest: Tensor) -> Tensor:
         found = 0 * u + start
@@ -252,9 +257,9 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
         is_list = isinstance(given, Sequence) and not isinstance(given, str)
         require(is_list, "join", "expected a list, join([linear(0, 1, 10), cosine(1, 90)], [10]).", **{name: given})
     for part in schedules:
-        _check_schedule("join", part)
+        _require_schedule("join", "schedule", part)
     for boundary in boundaries:
-        _check_steps("join", "boundary", boundary)
+        _require_steps("join", "boundary", boundary)
     call = f"join({len(schedules)} schedules, boundaries={list(boundaries)})"
     is_complete = len(schedules) > 0 and len(boundaries) == len(schedules) - 1
     require(is_complete, call, "every schedule but the first needs the count at which it begins.")
@@ -273,7 +278,7 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
     return schedule
 
 
-@checks_numbers
+@checks_arguments({"schedule": _require_schedule, "power": _require_number, "total": _require_steps})
 def gamma_from_learning_rate(
     schedule: Schedule, power: float, start: float, total: int, *, peak: float | None = None
 ) -> Schedule:
@@ -293,9 +298,6 @@ def gamma_from_learning_rate(
     tensor([1.0000, 1.0000, 0.2500, 0.0100], dtype=torch.float64)
     """
     call = "gamma_from_learning_rate"
-    _check_schedule(call, schedule)
-    _check_values(call, power=power)
-    _check_steps(call, "total", total)
     require(0 <= start <= 1, call, "the share of the run after which γ follows lies in [0, 1].", start=start)
     if peak is None:
         rates = torch.as_tensor(schedule(torch.arange(total)), dtype=torch.float64)
@@ -323,7 +325,6 @@ def _after_warmup(call: str, peak: float, warmup: int, steps: int, main: Callabl
     """Return a warm-up to `peak`, followed by `main(the other updates)`."""
     require(warmup >= 0, call, "warmup is >= 0; 0 is no warm-up.", warmup=warmup)
     require(steps > warmup, call, "steps, the updates of the run, include the warm-up.", warmup=warmup, steps=steps)
-    _check_steps(call, "steps", steps)
     rest = main(steps - warmup)
     return rest if warmup == 0 else join([linear(0.0, peak, warmup), rest], [warmup])
 
@@ -341,18 +342,3 @@ def _schedule(value: Callable[..., Tensor], *numbers: float) -> Schedule:
 
 def _fraction(u: Tensor, steps: Tensor) -> Tensor:
     return torch.clamp(u / steps, max=1.0)
-
-
-def _check_values(call: str, **values: float) -> None:
-    for name, value in values.items():
-        require(real(call, name, value) >= 0, call, f"{name} is a finite number >= 0.", **{name: value})
-
-
-def _check_schedule(call: str, schedule: Any) -> None:
-    require(callable(schedule), call, "a schedule is a function of the count of updates.", schedule=schedule)
-    require_schedule(call, "schedule", schedule)
-
-
-def _check_steps(call: str, name: str, steps: int) -> None:
-    is_count = 1 <= whole_number(call, name, steps) < 2**53
-    require(is_count, call, f"{name} is an integer >= 1, a number of updates.", **{name: steps})

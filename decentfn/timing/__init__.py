@@ -2,22 +2,6 @@
 
 from decentfn.timing.clock import Clock, Exchange, Timeline, clock
 from decentfn.timing.cluster import Cluster, Link, Links
-from decentfn.timing.replay import LEAST_MASS, Offered, Replay, filled_up, shares_of
 from decentfn.timing.trace import Trace, schedule_name
 
-__all__ = [
-    "LEAST_MASS",
-    "Clock",
-    "Cluster",
-    "Exchange",
-    "Link",
-    "Links",
-    "Offered",
-    "Replay",
-    "Timeline",
-    "Trace",
-    "clock",
-    "filled_up",
-    "schedule_name",
-    "shares_of",
-]
+__all__ = ["Clock", "Cluster", "Exchange", "Link", "Links", "Timeline", "Trace", "clock", "schedule_name"]

@@ -24,12 +24,7 @@ class Offered(NamedTuple):
 
 
 class Replay:
-    """Levels of a trace as tables. Step `t` of the simulator is level t.
-
-    Args:
-        trace: the trace; `call` is the user's call, for errors.
-        topology: the schedule of the algorithm.
-    """
+    """Levels of a trace as tables, on the algorithm's schedule; `call` is the user's. Step `t` of the simulator is level t."""
 
     def __init__(self, call: str, trace: Trace, topology: Topology) -> None:
         trace.require_of(call, topology)

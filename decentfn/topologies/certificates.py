@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from decentfn.core.arguments import checks_arguments
 from decentfn.topologies import matrices
-from decentfn.topologies.rounds import Topology, require_topology
+from decentfn.topologies.rounds import RULES, Topology
 
 _STEPS_SAMPLED = 64
 _STEPS_AVERAGED = 256
@@ -75,6 +76,7 @@ class Certificate:
         return self.payloads_per_step * payload_bytes
 
 
+@checks_arguments(RULES)
 def certificate(topology: Topology) -> Certificate:
     """Measure the properties of `topology`. `df.plan` counts what leaves a node.
 
@@ -85,7 +87,6 @@ def certificate(topology: Topology) -> Certificate:
     >>> facts.steps_to_consensus, facts.spectral_gap, facts.bytes_per_step(100)
     (3, 1.0, 100.0)
     """
-    require_topology("certificate", topology)
     schedule = _Schedule(topology)
     n, ones, starts = topology.num_workers, np.ones(topology.num_workers), schedule.random(4)
     keeps_mean = keeps_consensus = is_nonnegative = is_symmetric = True
@@ -117,21 +118,21 @@ def certificate(topology: Topology) -> Certificate:
     )
 
 
+@checks_arguments(RULES)
 def consensus_steps(topology: Topology) -> int | None:
     """Return the number of steps of a period until all workers hold the exact mean, to rounding.
 
     Measured over one period with random vectors: 0 for one worker, None if disagreement remains.
     """
-    require_topology("consensus_steps", topology)
     return _Schedule(topology).steps_to_consensus
 
 
+@checks_arguments(RULES)
 def spectral_gap(topology: Topology) -> float | None:
     """Return `1 - ‖W_(P-1) ... W_0 - J‖₂` of one period; None if random (see `Certificate.expected_contraction`).
 
     Exact for up to 512 workers, by ARPACK beyond. For a push-sum schedule, J replaces the schedule's own limit.
     """
-    require_topology("spectral_gap", topology)
     return _Schedule(topology).spectral_gap
 
 

@@ -14,23 +14,22 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from decentfn.core import checks_numbers, draws, require, require_at_most, whole_number
+from decentfn.core import checks_arguments, draws, require, whole_number
 from decentfn.topologies.construct import idle
 from decentfn.topologies.drawn import from_rounds, like
 from decentfn.topologies.graphs import complete
-from decentfn.topologies.rounds import Round, Topology, noted, require_topology
-
-_MOST_STEPS = 2**31 - 1
+from decentfn.topologies.rounds import RULES, Round, Topology, noted, require_topology
 
 Function = TypeVar("Function", bound=Callable[..., Topology])
 
 
 def combination(function: Function) -> Function:
     """Decorate a function of topologies whose result can be made again from other topologies, as after a loss."""
+    checked = checks_arguments(RULES)(function)
 
     @wraps(function)
     def make(*args: Any, **kwargs: Any) -> Topology:
-        made = function(*args, **kwargs)
+        made = checked(*args, **kwargs)
         is_new = all(made is not part for part in (*args, *kwargs.values()))
         return noted(made, made_from=partial(make, *args, **kwargs)) if is_new else made
 
@@ -49,7 +48,6 @@ def recombined(topology: Topology, change: Callable[[Topology], Topology]) -> To
 
 
 @combination
-@checks_numbers
 def every(H: int, topology: Topology) -> Topology:
     """Mix in steps t = 0, H, 2H, ...; send nothing in all others, `W_t = I`.
 
@@ -63,15 +61,12 @@ def every(H: int, topology: Topology) -> Topology:
     >>> every(4, complete(8)).period
     4
     """
-    require_topology("every(H, topology)", topology)
-    require_at_most("every", _MOST_STEPS, H=H)
     parts, name = (topology, idle(topology.num_workers)), f"every({H}, {topology.name})"
     turn, longer = (lambda t: (min(t % H, 1), t // H)), (lambda steps: H * steps[0])
     return _switch(name, parts, turn, longer, longer)
 
 
 @combination
-@checks_numbers
 def later(steps: int, topology: Topology) -> Topology:
     """Delay a schedule by `steps` steps: step t is round t - steps, and the first `steps` steps are idle.
 
@@ -82,8 +77,6 @@ def later(steps: int, topology: Topology) -> Topology:
     >>> later(3, every(4, complete(8))).round(3).is_active
     True
     """
-    require_topology("later(steps, topology)", topology)
-    require(0 <= steps <= _MOST_STEPS, "later", "the number of steps is an integer >= 0.", steps=steps)
     if not steps:
         return topology
     parts = (topology, idle(topology.num_workers))
@@ -93,7 +86,6 @@ def later(steps: int, topology: Topology) -> Topology:
 
 
 @combination
-@checks_numbers
 def nth_round(k: int, rounds: int, topology: Topology) -> Topology:
     """Select round k of a step that mixes `rounds` times: step t is round `rounds * t + k` of `topology`.
 
@@ -106,8 +98,7 @@ def nth_round(k: int, rounds: int, topology: Topology) -> Topology:
     >>> nth_round(1, 2, one_peer_exp(16)).period
     2
     """
-    require_topology("nth_round(k, rounds, topology)", topology)
-    is_one = 0 <= k < rounds <= _MOST_STEPS
+    is_one = 0 <= k < rounds < 2**31
     require(is_one, "nth_round", "k is an integer from 0 to rounds - 1.", k=k, rounds=rounds)
     if rounds == 1:
         return topology
@@ -134,8 +125,6 @@ def paused(topology: Topology, other: Topology) -> Topology:
     >>> [paused(ring(4), every(3, complete(4))).round(t).is_active for t in range(3)]
     [False, True, True]
     """
-    for part in (topology, other):
-        require_topology("paused(topology, other)", part)
     parts = (topology, idle(topology.num_workers), other)
     name = f"paused({topology.name}, {other.name})"
     return _switch(name, parts, lambda t: (int(other.round(t).is_active), t), lambda periods: math.lcm(*periods))
@@ -163,7 +152,6 @@ def alternate(*topologies: Topology) -> Topology:
 
 
 @combination
-@checks_numbers
 def until(steps: int, first: Topology, then: Topology) -> Topology:
     """Use one schedule in the first `steps` steps, and another one from there on.
 
@@ -182,9 +170,6 @@ def until(steps: int, first: Topology, then: Topology) -> Topology:
     >>> [until(2, every(2, ring(4)), ring(4)).round(t).is_active for t in range(4)]
     [True, False, True, True]
     """
-    require_topology("until(steps, first, then)", first)
-    require_topology("until(steps, first, then)", then)
-    require(0 <= steps <= _MOST_STEPS, "until", "the number of steps is an integer >= 0.", steps=steps)
     if not steps:
         return then
     parts, name = (first, then), f"until({steps}, {first.name}, {then.name})"
@@ -192,7 +177,7 @@ def until(steps: int, first: Topology, then: Topology) -> Topology:
     return _switch(name, parts, turn, lambda periods: periods[1], start_of)
 
 
-@checks_numbers
+@checks_arguments(RULES)
 def shuffled(topology: Topology, *, seed: int = 0) -> Topology:
     """Draw one of the rounds of a schedule's period at random in every step, the same on every worker.
 
@@ -206,7 +191,6 @@ def shuffled(topology: Topology, *, seed: int = 0) -> Topology:
     >>> shuffled(ring(4)).period is None
     True
     """
-    require_topology("shuffled(topology)", topology)
     cycle = topology.cycle or range(0)
     require(bool(cycle), "shuffled", "the rounds of a random schedule are drawn already.", topology=topology)
 
@@ -216,7 +200,7 @@ def shuffled(topology: Topology, *, seed: int = 0) -> Topology:
     return _switch(f"shuffled({topology.name}, seed={seed})", (topology,), turn, lambda periods: None)
 
 
-@checks_numbers
+@checks_arguments(RULES)
 def pga(H: int, topology: Topology) -> Topology:
     """Gossip with periodic global averaging: average over all workers in steps 0, H, 2H, ..., else use `topology`.
 
@@ -233,13 +217,11 @@ def pga(H: int, topology: Topology) -> Topology:
     >>> pga(3, ring(4)).period
     6
     """
-    require_topology("pga(H, topology)", topology)
-    require_at_most("pga", _MOST_STEPS, H=H)
     parts, name = (complete(topology.num_workers), topology), f"pga({H}, {topology.name})"
     return _switch(name, parts, lambda t: (min(t % H, 1), t), lambda periods: math.lcm(H, *periods))
 
 
-@checks_numbers
+@checks_arguments(RULES)
 def lazy(topology: Topology, keep: float = 0.5) -> Topology:
     """Keep a share of the own parameters in every round: `keep I + (1 - keep) W`.
 
@@ -253,8 +235,6 @@ def lazy(topology: Topology, keep: float = 0.5) -> Topology:
     >>> mixing_matrix(lazy(ring(4)), 0)[0].tolist()
     [0.75, 0.25, 0.0, 0.0]
     """
-    require_topology("lazy(topology)", topology)
-    require(0 <= keep < 1, "lazy", "keep is in [0, 1), the share of the own parameters that is not mixed.", keep=keep)
 
     def round_of(t: Tensor) -> Round:
         this = topology.round(t)
@@ -266,6 +246,7 @@ def lazy(topology: Topology, keep: float = 0.5) -> Topology:
     return like(topology, round_of, f"lazy({topology.name}, {keep:g})")
 
 
+@checks_arguments(RULES)
 def relabel(topology: Topology, workers: Sequence[int]) -> Topology:
     """Replace worker i of a schedule by `workers[i]`, for example to place neighbors on one machine.
 
@@ -277,7 +258,6 @@ def relabel(topology: Topology, workers: Sequence[int]) -> Topology:
     >>> relabel(ring(4), [0, 2, 1, 3]).sources[0, :, 0].tolist()
     [2, 3, 0, 1]
     """
-    require_topology("relabel", topology)
     n = topology.num_workers
     is_list = isinstance(workers, Sequence) and not isinstance(workers, str) and len(workers) == n
     is_permutation = is_list and set(workers) == set(range(n))

@@ -9,19 +9,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decentfn.core import MOST_WORKERS, draws, require
+from decentfn.core import checks_arguments, draws
 from decentfn.topologies.construct import from_edges, from_shifts
 from decentfn.topologies.drawn import from_draw
 from decentfn.topologies.matching import pair_weights
-from decentfn.topologies.registry import register_topology
+from decentfn.topologies.registry import RULES, register_topology
 from decentfn.topologies.rounds import Topology
 
 
-def _distances(call: str, n: int, m: int | None, seed: int) -> list[int]:
+def _distances(n: int, m: int | None, seed: int) -> list[int]:
     """Draw M random distances until they connect all workers (a few even ones for N = 8 might not)."""
     count = max(1, (n - 1).bit_length()) if m is None else m
-    rule = f"M, the number of shifts, is at least 1 and at most {MOST_WORKERS}."
-    require(1 <= count <= MOST_WORKERS, call, rule, num_workers=n, M=m)
     distances: list[int] = []
     for attempt in itertools.count() if n > 1 else ():
         distances = (1 + draws.integers(seed, 0, attempt, (count,), n - 1)).tolist()
@@ -31,6 +29,7 @@ def _distances(call: str, n: int, m: int | None, seed: int) -> list[int]:
 
 
 @register_topology("equitopo-d-static")
+@checks_arguments(RULES)
 def equitopo_d_static(num_workers: int, *, M: int | None = None, seed: int = 0) -> Topology:
     """D-EquiStatic: the mean of M matrices A = I/N + (N-1)/N P^a with random distances a in 1..N-1, in every step.
 
@@ -46,7 +45,7 @@ def equitopo_d_static(num_workers: int, *, M: int | None = None, seed: int = 0) 
     Source: Song et al., NeurIPS 2022.
     """
     n = num_workers
-    distances = _distances("equitopo_d_static", n, M, seed)
+    distances = _distances(n, M, seed)
     shifts: dict[int, float] = {}
     for a in distances:
         shifts[a] = shifts.get(a, 0.0) + (n - 1) / n / len(distances)
@@ -54,20 +53,18 @@ def equitopo_d_static(num_workers: int, *, M: int | None = None, seed: int = 0) 
 
 
 @register_topology("equitopo-u-static")
+@checks_arguments(RULES)
 def equitopo_u_static(num_workers: int, *, M: int | None = None, seed: int = 0) -> Topology:
     """U-EquiStatic: D-EquiStatic symmetrized, (W + Wᵀ)/2.
 
     Cost per step and worker: at most 2M messages. A static graph for each seed.
 
-    Args:
-        num_workers: N >= 1.
-        M: number of distances, 1 to 32; ⌈log2 N⌉ by default.
-        seed: any integer.
+    Args: those of `equitopo_d_static`, M at most 32.
 
     Source: Song et al., NeurIPS 2022.
     """
     n = num_workers
-    distances = _distances("equitopo_u_static", n, M, seed)
+    distances = _distances(n, M, seed)
     weight_of: dict[int, float] = {}
     for a in distances:
         near = min(a, n - a)
@@ -82,6 +79,7 @@ def equitopo_u_static(num_workers: int, *, M: int | None = None, seed: int = 0) 
 
 
 @register_topology("equitopo-od-dyn")
+@checks_arguments(RULES)
 def equitopo_od_dyn(num_workers: int, *, eta: float = 0.5, seed: int = 0) -> Topology:
     """OD-EquiDyn: `W_t = (1-η) I + η (I/N + (N-1)/N P^a)`, with a new random distance a in every step.
 
@@ -95,7 +93,7 @@ def equitopo_od_dyn(num_workers: int, *, eta: float = 0.5, seed: int = 0) -> Top
 
     Source: Song et al., NeurIPS 2022.
     """
-    n, weight = num_workers, _step_weight("equitopo_od_dyn", num_workers, eta)
+    n, weight = num_workers, eta * (num_workers - 1) / num_workers
     worker = torch.arange(n)
     weights = torch.tensor([1.0 - weight, weight], dtype=torch.float64).repeat(n, 1)
 
@@ -107,20 +105,18 @@ def equitopo_od_dyn(num_workers: int, *, eta: float = 0.5, seed: int = 0) -> Top
 
 
 @register_topology("equitopo-ou-dyn")
+@checks_arguments(RULES)
 def equitopo_ou_dyn(num_workers: int, *, eta: float = 0.5, seed: int = 0) -> Topology:
     """OU-EquiDyn: pairs at a random distance, `W_t = (1-η) I + η A`, where A gives a pair's partner (N-1)/N.
 
     From a random start s, workers s, s+1, ... in turn pair with the worker at distance a, if both are free.
     Cost per step and worker: at most one message. A function of (seed, t), the same on every worker.
 
-    Args:
-        num_workers: N >= 1.
-        eta: η in (0, 1].
-        seed: any integer.
+    Args: those of `equitopo_od_dyn`.
 
     Source: Song et al., NeurIPS 2022.
     """
-    n, weight = num_workers, _step_weight("equitopo_ou_dyn", num_workers, eta)
+    n, weight = num_workers, eta * (num_workers - 1) / num_workers
 
     def draw(t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         distance = 1 + int(draws.integers(seed, t, 0, (), n - 1))
@@ -133,8 +129,3 @@ def equitopo_ou_dyn(num_workers: int, *, eta: float = 0.5, seed: int = 0) -> Top
         return pair_weights(torch.tensor(partner), weight)
 
     return from_draw("equitopo-ou-dyn", n, draw)
-
-
-def _step_weight(call: str, n: int, eta: float) -> float:
-    require(0 < eta <= 1, call, "η lies in (0, 1].", num_workers=n, eta=eta)
-    return eta * (n - 1) / n

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from decentfn.core.arguments import MOST_WORKERS, require
+from decentfn.core.arguments import checks_arguments, require
 from decentfn.topologies.construct import from_groups, from_shifts
-from decentfn.topologies.registry import register_topology
+from decentfn.topologies.registry import RULES, register_topology
 from decentfn.topologies.rounds import Edge, Topology
 
 
@@ -49,6 +49,7 @@ def one_peer_exp_directed(num_workers: int) -> Topology:
 
 
 @register_topology("p-peer-exp")
+@checks_arguments(RULES)
 def p_peer_exp(num_workers: int, *, p: int = 2) -> Topology:
     """Average with p peers at distances j (p+1)^k, j = 1..p, cycling over k; weights 1/(p+1).
 
@@ -59,8 +60,6 @@ def p_peer_exp(num_workers: int, *, p: int = 2) -> Topology:
         num_workers: N >= 1; the exact mean needs a power of p + 1.
         p: peers per step, at least 1; `p=1` is one-peer-exp-directed.
     """
-    rule = f"p, the peers of a step, is at least 1 and at most {MOST_WORKERS}."
-    require(1 <= p <= MOST_WORKERS, "p_peer_exp", rule, num_workers=num_workers, p=p)
     base = p + 1
     rounds = [{j * base**k: 1 / base for j in range(1, base)} for k in range(_digits(num_workers, base))]
     return from_shifts("p-peer-exp", rounds, num_workers)

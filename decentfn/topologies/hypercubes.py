@@ -7,9 +7,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from decentfn.core.arguments import MOST_WORKERS, require
+from decentfn.core.arguments import checks_arguments, require
 from decentfn.topologies.construct import from_edges, from_permutations
-from decentfn.topologies.registry import register_topology
+from decentfn.topologies.registry import RULES, register_topology
 from decentfn.topologies.rounds import Topology
 
 Edges = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -33,6 +33,7 @@ def hypercube(num_workers: int) -> Topology:
 
 
 @register_topology("hyper-hypercube")
+@checks_arguments(RULES)
 def hyper_hypercube(num_workers: int, *, k: int = 1) -> Topology:
     """Average in groups of f_r at stride f_1 ... f_(r-1) in round r, where N = f_1 f_2 ... and all f <= k + 1.
 
@@ -47,7 +48,6 @@ def hyper_hypercube(num_workers: int, *, k: int = 1) -> Topology:
     >>> hyper_hypercube(12, k=2).period
     3
     """
-    _require_peers("hyper_hypercube", num_workers, k)
     rounds = _hyper_hypercube_rounds(np.arange(num_workers), k)
     if rounds is None:
         raise ValueError(
@@ -55,11 +55,6 @@ def hyper_hypercube(num_workers: int, *, k: int = 1) -> Topology:
             f"{k + 1}; use base(num_workers={num_workers}, k={k}), which accepts any number."
         )
     return from_edges("hyper-hypercube", rounds, num_workers)
-
-
-def _require_peers(call: str, n: int, k: int) -> None:
-    rule = f"k, the most peers of a step, is at least 1 and at most {MOST_WORKERS}."
-    require(1 <= k <= MOST_WORKERS, call, rule, num_workers=n, k=k)
 
 
 def _hyper_hypercube_rounds(nodes: np.ndarray, k: int) -> list[Edges] | None:
@@ -92,6 +87,7 @@ def _fewest_factors(n: int, largest: int) -> tuple[int, ...] | None:
 
 
 @register_topology("base")
+@checks_arguments(RULES)
 def base(num_workers: int, *, k: int = 1) -> Topology:
     """Base-(k+1) graph: simple Base graphs in blocks, then a hyper-hypercube across the blocks.
 
@@ -109,7 +105,6 @@ def base(num_workers: int, *, k: int = 1) -> Topology:
     >>> [base(n).period for n in (2, 3, 4, 5, 6, 7, 8)]
     [1, 3, 2, 5, 4, 5, 3]
     """
-    _require_peers("base", num_workers, k)
     workers = np.arange(num_workers)
     rest = num_workers
     for factor in range(2, k + 2):
@@ -127,18 +122,16 @@ def base(num_workers: int, *, k: int = 1) -> Topology:
 
 
 @register_topology("simple-base")
+@checks_arguments(RULES)
 def simple_base(num_workers: int, *, k: int = 1) -> Topology:
     """Simple Base-(k+1) graph: parts of N's digits in base k + 1 average, share with later parts, average again.
 
     The mean is exact after a period. Cost per step and worker: at most k messages.
 
-    Args:
-        num_workers: any N.
-        k: most peers per step, 1 to 64.
+    Args: those of `base`.
 
     Source: Takezawa et al., NeurIPS 2023, algorithm 2.
     """
-    _require_peers("simple_base", num_workers, k)
     return from_edges("simple-base", _simple(np.arange(num_workers), k), num_workers)
 
 

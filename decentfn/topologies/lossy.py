@@ -14,10 +14,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from decentfn.core import checks_numbers, draws, require
+from decentfn.core import checks_arguments, draws, require
 from decentfn.topologies.combine import combination, later
 from decentfn.topologies.drawn import from_rounds
-from decentfn.topologies.rounds import Round, Topology, require_topology
+from decentfn.topologies.rounds import RULES, Round, Topology, is_symmetric
 
 _LOST, _LATE = 0x6C6F7374, 0x6C617465
 """Streams of the draws of links."""
@@ -25,7 +25,6 @@ _CHECKED = 64  # rounds that are checked for symmetry
 
 
 @combination
-@checks_numbers
 def lossy(topology: Topology, probability: float, *, both_ways: bool = True, seed: int = 0) -> Topology:
     """Lose each link of a schedule with this probability in every step, the same on every worker.
 
@@ -51,7 +50,6 @@ def lossy(topology: Topology, probability: float, *, both_ways: bool = True, see
     (True, 1.5)
     """
     _require_links("lossy", topology, both_ways)
-    require(0 <= probability <= 1, "lossy", "the probability is in [0, 1].", probability=probability)
 
     def lost(t: Tensor, sources: Tensor) -> Tensor:
         return _drawn(seed, int(t), _LOST, sources, both_ways) < probability
@@ -75,7 +73,7 @@ def arrivals(topology: Topology, age: int, least: int, most: int, seed: int) -> 
     return _losing(f"arrivals({topology.name}, {age} of {least}..{most}, {seed})", later(age, topology), not_now, False)
 
 
-@checks_numbers
+@checks_arguments(RULES)
 def cut(topology: Topology, lost: Callable[[int], Tensor], *, both_ways: bool = True) -> Topology:
     """Leave out the links that a function of the step names: an outage, a partition, or a worker that is away.
 
@@ -142,18 +140,8 @@ def _losing(name: str, topology: Topology, lost: Callable[[Tensor, Tensor], Tens
 
 
 def _require_links(call: str, topology: Topology, both_ways: bool) -> None:
-    require_topology(call, topology)
     rule = "a group average has no links to lose; use a schedule of messages, such as 'static-exp' or 'base'."
     require(not topology.has_groups, call, rule, topology=topology)
     if both_ways and not topology.needs_push_sum:
         rule = "its messages go one way, so a lost one leaves rows that do not sum to 1; both_ways=False, for push-sum."
-        require(all(_is_symmetric(topology.round(t)) for t in topology.steps(_CHECKED)), call, rule, topology=topology)
-
-
-def _is_symmetric(this: Round) -> bool:
-    """Return True if W = Wᵀ, by a fixed random vector."""
-    x = draws.uniform(0, 0, _LOST, (len(this.sources),))
-    given = this.weights[:, 1:].gather(0, this.destinations.clamp(min=0)) * (this.destinations >= 0)
-    heard = (this.weights[:, 1:] * x[this.heard]).sum(1)
-    told = (given * x[this.destinations.clamp(min=0)]).sum(1)
-    return torch.allclose(heard, told, rtol=0, atol=1e-12)
+        require(all(is_symmetric(topology, t) for t in topology.steps(_CHECKED)), call, rule, topology=topology)

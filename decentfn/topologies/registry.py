@@ -9,10 +9,13 @@ from contextlib import suppress
 from functools import partial, wraps
 from typing import Any, TypeVar
 
-from decentfn.core import MOST_WORKERS, brief, checks_numbers, require, require_at_most, whole_number
+from decentfn.core import MOST_WORKERS, brief, checks_numbers, require, require_at_most, rule_of, whole_number
 from decentfn.topologies.rounds import Topology, noted
 
 _registry: dict[str, Callable[..., Topology]] = {}
+_is_count = rule_of(lambda x: x is None or 1 <= x <= MOST_WORKERS, f"is an integer >= 1, at most {MOST_WORKERS}.")
+RULES = dict.fromkeys(("k", "p", "M"), _is_count) | {"eta": rule_of(lambda eta: 0 < eta <= 1, "lies in (0, 1].")}
+"""Rules of the options of this library's topologies, by their names."""
 Function = TypeVar("Function", bound=Callable[..., Topology])
 
 

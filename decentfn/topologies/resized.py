@@ -10,13 +10,13 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from decentfn.core import MOST_WORKERS, brief, require, require_at_most, whole_number
+from decentfn.core import MOST_WORKERS, brief, checks_arguments, require, require_at_most, whole_number
 from decentfn.topologies import drawn
 from decentfn.topologies.certificates import Certificate, certificate, consensus_steps
 from decentfn.topologies.combine import lazy, padded, recombined
 from decentfn.topologies.construct import from_groups, from_matrices, from_shifts
 from decentfn.topologies.registry import topology as by_name
-from decentfn.topologies.rounds import Edge, Round, Topology, mixing_matrix, require_topology
+from decentfn.topologies.rounds import RULES, Edge, Round, Topology, is_symmetric, mixing_matrix
 
 ANY_SIZE = "base"
 """A family of any size that is exact in finite time, doubly stochastic and symmetric."""
@@ -41,6 +41,7 @@ class Resized(NamedTuple):
         return certificate(self.topology)
 
 
+@checks_arguments(RULES)
 def without(topology: Topology, workers: Collection[int]) -> Resized:
     """Return the schedule of the workers that are left, renumbered in their order.
 
@@ -57,7 +58,6 @@ def without(topology: Topology, workers: Collection[int]) -> Resized:
     >>> left.topology, left.case, left.certificate.steps_to_consensus
     (Topology('base', num_workers=3, period=3, degree=1), 'another family', 3)
     """
-    require_topology("without", topology)
     n, lost = topology.num_workers, {whole_number("without", "workers", worker) for worker in workers}
     rule = f"distinct numbers of lost workers, of 0..{n - 1}; one is left."
     is_subset = lost <= set(range(n)) and len(lost) == len(workers) < n
@@ -151,10 +151,8 @@ def _fits(made: Topology, topology: Topology) -> bool:
     needs_more = made.slots > topology.slots or made.has_groups > topology.has_groups
     if needs_more or made.needs_push_sum > topology.needs_push_sum or (topology.period == 1 != made.period):
         return False
-    before, after = (torch.stack([mixing_matrix(x, t) for t in x.steps(_TRIED)]) for x in (topology, made))
-    if not torch.allclose(before, before.mT, rtol=0, atol=1e-12):
-        return True
-    return torch.allclose(after, after.mT, rtol=0, atol=1e-12)
+    was, is_now = (all(is_symmetric(x, t) for t in x.steps(_TRIED)) for x in (topology, made))
+    return is_now or not was
 
 
 def _widened(made: Topology, like: Topology) -> Topology:
@@ -169,6 +167,7 @@ def _widened(made: Topology, like: Topology) -> Topology:
     return drawn.like(made, round_of, groups=groups)
 
 
+@checks_arguments(RULES)
 def resized(topology: Topology, num_workers: int) -> Resized:
     """Return the schedule for another number of workers: of the same family, or `base` where that has no such size.
 
@@ -178,8 +177,7 @@ def resized(topology: Topology, num_workers: int) -> Resized:
     >>> df.topology("ring", 4).resized(6).topology, df.topology("ring", 4).resized(5).topology
     (Topology('ring', num_workers=6, period=2, degree=1), Topology('base', num_workers=5, period=5, degree=1))
     """
-    require_topology("resized", topology)
-    n = whole_number("resized", "num_workers", num_workers)
+    n = num_workers
     require_at_most("resized", MOST_WORKERS, num_workers=n)
     if n == topology.num_workers:
         return Resized(topology, "same family")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn.core import brief, checks_numbers, handle_of, require, sent
+from decentfn.core import brief, checks_arguments, draws, handle_of, require, rule_of, sent
 
 if TYPE_CHECKING:
     from decentfn.topologies.resized import Resized
@@ -234,8 +234,23 @@ def silenced(peers: Tensor) -> Tensor:
 
 def require_topology(call: str, topology: object) -> None:
     """Raise ValueError unless this is a topology; `call` is the user's call."""
-    if not isinstance(topology, Topology):
-        raise ValueError(f"{call}({brief(topology)}): expected a topology, such as df.topology('ring', 4).")
+    require(isinstance(topology, Topology), f"{call}({brief(topology)})", _EXPECTED)
+
+
+_EXPECTED = "expected a topology, such as df.topology('ring', 4)."
+_MOST_STEPS = 2**31 - 1
+RULES = {
+    **dict.fromkeys(
+        ("topology", "other", "first", "then"),
+        lambda call, name, value: require(isinstance(value, Topology), call, _EXPECTED, **{name: value}),
+    ),
+    "t": rule_of(lambda t: 0 <= t < 2**63, "numbers the steps, from 0."),
+    "H": rule_of(lambda H: 1 <= H <= _MOST_STEPS, f"is an integer >= 1, at most {_MOST_STEPS}."),
+    "steps": rule_of(lambda steps: 0 <= steps <= _MOST_STEPS, "is an integer >= 0, a number of steps."),
+    "keep": rule_of(lambda keep: 0 <= keep < 1, "is in [0, 1), the share of the own parameters that is not mixed."),
+    "probability": rule_of(lambda p: 0 <= p <= 1, "is in [0, 1]."),
+}
+"""Rules of the arguments of functions of topologies, by their names."""
 
 
 def check(topology: Topology, *, all_receive: bool = True) -> None:
@@ -288,11 +303,9 @@ def _check_ones(name: str, sums: Tensor, kind: str, way_out: str) -> None:
         raise ValueError(f"{name}: {kind} {i} of phase {p} sums to {sums[p, i].item():.15g}, not 1 (1e-12); {way_out}.")
 
 
-@checks_numbers
+@checks_arguments(RULES)
 def mixed(topology: Topology, t: int, x: Tensor) -> Tensor:
     """Return `W_t x`, `[N, D]`: the workers' rows of `x` after mixing in step `t`."""
-    require_topology("mixed", topology)
-    require(0 <= t < 2**63, "mixed", "t numbers the steps, from 0.", t=t)
     has_rows = isinstance(x, torch.Tensor) and x.dim() == 2 and len(x) == topology.num_workers
     require(has_rows, "mixed", f"x has a row for each of the {topology.num_workers} workers, [N, D].", x=x)
     this = topology.round(t)
@@ -305,9 +318,14 @@ def mixed(topology: Topology, t: int, x: Tensor) -> Tensor:
     return y
 
 
-@checks_numbers
+@checks_arguments(RULES)
 def mixing_matrix(topology: Topology, t: int) -> Tensor:
     """Return the mixing matrix of step `t`: `[N, N]` float64, `W[i, j]` the weight that worker i gives to worker j."""
-    require_topology("mixing_matrix", topology)
-    require(0 <= t < 2**63, "mixing_matrix", "t numbers the steps, from 0.", t=t)
     return mixed(topology, t, torch.eye(topology.num_workers, dtype=torch.float64))
+
+
+def is_symmetric(topology: Topology, t: int) -> bool:
+    """Return True if W_t = W_tᵀ, by fixed random vectors X: Xᵀ W X is symmetric."""
+    x = draws.uniform(0, 0, 0, (topology.num_workers, 4)).double() - 0.5
+    products = x.T @ mixed(topology, t, x)
+    return torch.allclose(products, products.T, rtol=0, atol=1e-12)

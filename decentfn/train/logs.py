@@ -21,6 +21,7 @@ import torch
 from decentfn.comm import collectives
 from decentfn.core import at_least, brief
 from decentfn.kit.state import Metrics
+from decentfn.train.checkpoint import files
 from decentfn.train.collective_calls import make_directory, on_first, one_path
 from decentfn.train.consensus import consensus_distance, gather, mean
 
@@ -170,9 +171,7 @@ def _cut(path: Path, first_step: float) -> None:
     """Remove lines of steps >= `first_step`, and one that is cut short, from a log that may exist."""
     if path.exists():
         kept = [line for line in read(path) if not isinstance(line.get("step"), int) or line["step"] < first_step]
-        new = path.with_name(f"{path.name}.new")
-        new.write_text("".join(f"{json.dumps(line, allow_nan=False)}\n" for line in kept))
-        new.replace(path)
+        files.replace(path, [f"{json.dumps(line, allow_nan=False)}\n".encode() for line in kept])
 
 
 def _as_json(value: Any) -> Any:

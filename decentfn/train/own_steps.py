@@ -13,10 +13,12 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from decentfn.algorithms.mail import Memory, with_mail, with_room
 from decentfn.comm import collectives
 from decentfn.core import brief, checks_numbers, over_workers, require, trees
+from decentfn.elastic.connections import reported_as
 from decentfn.errors import PeerLost
 from decentfn.kit.state import State
 from decentfn.kit.step import MAIL_IS_ELSEWHERE
-from decentfn.timing import Trace, filled_up, schedule_name
+from decentfn.timing import Trace, schedule_name
+from decentfn.timing.replay import filled_up
 
 Batch = TypeVar("Batch")
 
@@ -79,14 +81,9 @@ def _counter(here: collectives.World) -> Any:
     key, store = f"decentfn budget {here.budgets}", here.store if here.size > 1 else HashStore()
 
     def add(amount: int) -> int:
-        try:
+        what = "df.data.until: the store in which the workers count has ended; the state is complete, and so is its last step"
+        with reported_as(PeerLost, what, process=here.rank):
             return store.add(key, amount)
-        except RuntimeError as error:
-            raise PeerLost(
-                f"df.data.until: the store in which the workers count has ended ({error}); the state is complete, and so is its last "
-                "step.",
-                process=here.rank,
-            ) from error
 
     return add
 

@@ -18,7 +18,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from decentfn import sharded
 from decentfn.comm import collectives
 from decentfn.comm.collectives import World
-from decentfn.core import brief, brief_error, checks_numbers, real, require, warn
+from decentfn.core import brief, checks_numbers, real, require, warn
+from decentfn.elastic.connections import default_group, reported_as
 from decentfn.elastic.joining import versions, wait_for_run
 from decentfn.engine.memory import keep_freed_memory
 from decentfn.errors import ExchangeTimeout, PlanMismatch
@@ -128,11 +129,6 @@ def _require_backend(backend: Any) -> None:
         return
     known = [name for name in dist.Backend.backend_list if name not in ("undefined", "mpi")]
     names = [part.rpartition(":")[2].lower() for part in backend.split(",")] if isinstance(backend, str) else [backend]
-    if "mpi" in names:
-        raise ValueError(
-            f"init(backend={backend!r}): torch.distributed's MPI ignores timeouts, so a lost process would hang the others, and "
-            "PyTorch's wheels lack it; leave backend out. mpirun may start the processes (docs/launching.md)."
-        )
     if unknown := [name for name in names if name not in known]:
         raise ValueError(
             f"init(backend={brief(backend)}): there is no {brief(unknown[0])}; leave backend out, or take one of {', '.join(known)}."
@@ -265,15 +261,7 @@ def _start(backend: str | None, gpus: int, timeout: timedelta) -> None:
     device = torch.device("cuda", index) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        # gloo also serves metrics, fingerprints and checks of a run on GPUs.
-        "cpu:gloo,cuda:nccl" if on_gpu and backend in (None, "nccl") else backend or "gloo",
-        store=PrefixStore("default_pg", store),
-        rank=rank,
-        world_size=size,
-        timeout=timeout,
-        device_id=device if on_gpu else None,  # create communicators now, not with the first message
-    )
+    default_group(PrefixStore("default_pg", store), rank, size, timeout, device, None if backend == "nccl" else backend)
     collectives.adopt_default_group(timeout, device)
     if rank == 0:
         _log.info("world: %d processes, %s, on %s, timeout %s", size, dist.get_backend_config(), device.type, timeout)
@@ -282,17 +270,13 @@ def _start(backend: str | None, gpus: int, timeout: timedelta) -> None:
 
 def _gathered(store: Store, rank: int, size: int, value: Any) -> list[Any]:
     """Return the values of all ranks by rank, after a JSON round trip; collective."""
-    try:
+    what = f"init(): WORLD_SIZE={size} on rank {rank}, and not all of these ranks answered; is it the same in every process?"
+    with reported_as(ExchangeTimeout, what):
         store.set(str(rank), json.dumps(value))
         everyone = [json.loads(said) for said in store.multi_get([str(i) for i in range(size)])]
         store.set(f"heard {rank}", "")
         if rank == 0:  # its process may hold the store: if it failed first, the others could not read its error
             store.wait([f"heard {i}" for i in range(size)])
-    except RuntimeError as error:
-        raise ExchangeTimeout(
-            f"init(): WORLD_SIZE={size} on rank {rank}, and not all of these ranks answered ({brief_error(error)}); is WORLD_SIZE the "
-            "same in every process?"
-        ) from error
     return everyone
 
 

@@ -15,13 +15,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
-from uuid import uuid4
 
 from torch import Tensor
 
 from decentfn.comm import collectives
 from decentfn.core.arguments import at_least
 from decentfn.errors import RunError
+from decentfn.train.checkpoint import files
 from decentfn.train.collective_calls import as_path, make_directory
 
 _log = logging.getLogger("decentfn")
@@ -135,9 +135,7 @@ class Stop:
 
     def _mark(self) -> None:
         """Write the marker. Several nodes may, in one directory that all of them see."""
-        new = self._marker.with_name(f"{self._marker.name}.{uuid4().hex[:8]}")
-        new.write_text(json.dumps({"step": self._next_step}) + "\n")
-        new.replace(self._marker)
+        files.replace(self._marker, [json.dumps({"step": self._next_step}).encode() + b"\n"])
 
 
 def _shield_a_fork() -> None:

@@ -427,8 +427,9 @@ def test_what_sparse_loco_saved_when_its_memory_was_its_own_is_restored(tmp_path
     state, step = df.stack(algorithm.init({"w": torch.zeros(40)}), 4), df.simulate(algorithm.step, 4)
     for t in range(5):
         state, _ = step(state, torch.arange(4.0)[:, None].expand(4, 40), t)
-    monkeypatch.setattr("decentfn.train.checkpoint.saving.algorithm_of", lambda state: "sparse_loco")
-    df.checkpoint.save(tmp_path, state, 5)
+    with monkeypatch.context() as patch:
+        patch.setattr("decentfn.train.checkpoint.layout.algorithm_of", lambda state: "sparse_loco")
+        df.checkpoint.save(tmp_path, state, 5)
     restored = df.checkpoint.restore(tmp_path, df.stack(algorithm.init({"w": torch.zeros(40)}), 4)).state
     assert all(map(torch.equal, trees.leaves(restored), trees.leaves(state)))
     assert restored.memory.error.tensors[0].any()

@@ -448,7 +448,7 @@ def test_numbers_without_sense_are_errors():
         (lambda: df.data.shards(10, 2, 2).batch_at(0, 2), "there are 2 workers"),
         (lambda: df.ema(lambda: None), "expected an Algorithm"),
         (lambda: df.topology(4, "ring"), r"topology\('ring', 4\)"),
-        (lambda: df.mixing_matrix("ring", 0), r"mixing_matrix\('ring'\): expected a topology"),
+        (lambda: df.mixing_matrix("ring", 0), r"mixing_matrix\(topology='ring'\): expected a topology"),
     ]:
         with pytest.raises(ValueError, match=message):
             wrong()

@@ -7,17 +7,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn.core import Numbers, checks_numbers, once, require
+from decentfn.core import Numbers, checks_arguments, once, require
 from decentfn.core.buckets import Buckets, Mask, each, widen, zeros_like
-from decentfn.optim.transforms.basic import RateState, Scalar, new_count, next_rate, start_rate, trace, unless_zero
-from decentfn.optim.transforms.optimizers import (
-    AdamState,
-    moments,
-    new_moments,
-    require_adam,
-    require_decayed,
-    with_decay,
+from decentfn.optim.transforms.basic import (
+    RULES,
+    RateState,
+    Scalar,
+    new_count,
+    next_rate,
+    start_rate,
+    trace,
+    unless_zero,
 )
+from decentfn.optim.transforms.optimizers import AdamState, moments, new_moments, with_decay
 from decentfn.optim.transforms.transform import Transform, ascending, chain, descending
 
 
@@ -71,7 +73,7 @@ class ScheduleFreeState(NamedTuple):
         return each(one, x, self.z)
 
 
-@checks_numbers
+@checks_arguments(RULES)
 def lion(
     learning_rate: Scalar = 1e-4,
     b1: float = 0.9,
@@ -84,7 +86,6 @@ def lion(
     Args: those of `adam`, without ε; the decay is decoupled.
     Source: Chen et al., NeurIPS 2023.
     """
-    require_adam("lion", b1, b2, 1.0)
 
     def update(grads: Buckets, state: LionState, params: Buckets) -> tuple[Buckets, LionState]:
         def direction(g: Tensor, m: Tensor) -> Tensor:
@@ -94,10 +95,10 @@ def lion(
         return each(direction, grads, state.mu), LionState(mu)
 
     direction = ascending(lambda params: LionState(zeros_like(params)), update)
-    return with_decay("lion", learning_rate, weight_decay, mask, direction, is_decoupled=True)
+    return with_decay(learning_rate, weight_decay, mask, direction, is_decoupled=True)
 
 
-@checks_numbers
+@checks_arguments(RULES)
 def rmsprop(
     learning_rate: Scalar = 1e-2,
     decay: float = 0.99,
@@ -109,19 +110,9 @@ def rmsprop(
 ) -> Transform:
     """RMSprop: `v⁺ = αv + (1-α)g²;  b⁺ = βb + g/(√v⁺ + ε);  x⁺ = x - η b⁺`.
 
-    Args:
-        learning_rate: η >= 0, or a function of the count of updates before this one (0-d int64 tensor).
-        decay: α in [0, 1).
-        eps: ε > 0.
-        momentum: β in [0, 1).
-        centered: divide by `√(v⁺ - (mean of g)²)` instead.
-        weight_decay: λ >= 0 (l2 regularization), or a function of the count.
-        mask: the leaves that decay.
+    Args: those of `sgd`, α = `decay` in [0, 1), ε = `eps` > 0, and `centered`, which divides by `√(v⁺ - (mean of g)²)` instead.
     Source: torch.optim.RMSprop.
     """
-    require(0 <= decay < 1, "rmsprop", "decay is in [0, 1).", decay=decay)
-    require(0 <= momentum < 1, "rmsprop", "momentum is in [0, 1).", momentum=momentum)
-    require(eps > 0, "rmsprop", "eps is positive; 1e-8 is the default.", eps=eps)
 
     def init(params: Buckets) -> RmsState:
         return RmsState(zeros_like(params), zeros_like(params) if centered else ())
@@ -137,10 +128,10 @@ def rmsprop(
         return scaled, RmsState(nu, mu)
 
     direction = chain(ascending(init, update), *unless_zero(momentum, lambda: trace(momentum)))
-    return with_decay("rmsprop", learning_rate, weight_decay, mask, direction, is_decoupled=False)
+    return with_decay(learning_rate, weight_decay, mask, direction, is_decoupled=False)
 
 
-@checks_numbers
+@checks_arguments(RULES)
 def adagrad(
     learning_rate: Scalar = 1e-2,
     eps: float = 1e-10,
@@ -150,16 +141,9 @@ def adagrad(
 ) -> Transform:
     """Adagrad: `s⁺ = s + g²;  x⁺ = x - η g/(√s⁺ + ε)`.
 
-    Args:
-        learning_rate: η >= 0, or a function of the count of updates before this one (0-d int64 tensor).
-        eps: ε > 0.
-        initial: the first s, >= 0.
-        weight_decay: λ >= 0 (l2 regularization), or a function of the count.
-        mask: the leaves that decay.
+    Args: those of `sgd`, without momentum; ε = `eps` > 0, and `initial`, the first s, >= 0.
     Source: Duchi et al., JMLR 2011; torch.optim.Adagrad.
     """
-    require(eps > 0, "adagrad", "eps is positive; 1e-10 is the default.", eps=eps)
-    require(initial >= 0, "adagrad", "initial is >= 0, the first sum of squares.", initial=initial)
 
     def init(params: Buckets) -> AdagradState:
         return AdagradState(each(lambda z: z + initial, zeros_like(params)))
@@ -168,10 +152,10 @@ def adagrad(
         total = each(lambda s, g: s + g.to(s.dtype) ** 2, state.total, grads)
         return each(lambda g, s: (g.to(s.dtype) / (torch.sqrt(s) + eps)).to(g.dtype), grads, total), AdagradState(total)
 
-    return with_decay("adagrad", learning_rate, weight_decay, mask, ascending(init, update), is_decoupled=False)
+    return with_decay(learning_rate, weight_decay, mask, ascending(init, update), is_decoupled=False)
 
 
-@checks_numbers
+@checks_arguments(RULES)
 def nadam(
     learning_rate: Scalar = 2e-3,
     b1: float = 0.9,
@@ -189,8 +173,6 @@ def nadam(
     Args: those of `adam`, and ψ = `momentum_decay` >= 0.
     Source: Dozat, ICLR workshop 2016; torch.optim.NAdam.
     """
-    require_adam("nadam", b1, b2, eps)
-    require(momentum_decay >= 0, "nadam", "momentum_decay is >= 0.", momentum_decay=momentum_decay)
 
     def init(params: Buckets) -> NadamState:
         adam = new_moments(params)
@@ -210,10 +192,10 @@ def nadam(
 
         return each(one, grads, adam.mu, adam.nu), NadamState(adam, product)
 
-    return with_decay("nadam", learning_rate, weight_decay, mask, ascending(init, update), is_decoupled=False)
+    return with_decay(learning_rate, weight_decay, mask, ascending(init, update), is_decoupled=False)
 
 
-@checks_numbers
+@checks_arguments(RULES)
 def radam(
     learning_rate: Scalar = 1e-3,
     b1: float = 0.9,
@@ -229,7 +211,6 @@ def radam(
     Args: those of `adam`.
     Source: Liu et al., ICLR 2020; torch.optim.RAdam.
     """
-    require_adam("radam", b1, b2, eps)
     limit = 2 / (1 - b2) - 1
 
     def update(grads: Buckets, state: AdamState, params: Buckets) -> tuple[Buckets, AdamState]:
@@ -247,10 +228,10 @@ def radam(
 
         return each(one, grads, adam.mu, adam.nu), adam
 
-    return with_decay("radam", learning_rate, weight_decay, mask, ascending(new_moments, update), is_decoupled=False)
+    return with_decay(learning_rate, weight_decay, mask, ascending(new_moments, update), is_decoupled=False)
 
 
-@checks_numbers
+@checks_arguments(RULES)
 def schedule_free_adamw(
     learning_rate: Scalar = 2.5e-3, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.0
 ) -> Transform:
@@ -260,16 +241,9 @@ def schedule_free_adamw(
     square of the largest η so far. Neighbors mix y; every worker keeps its own z. `df.params`, `df.consensus_mean` and
     evaluations are of x.
 
-    Args:
-        learning_rate: η >= 0, or a function of the count, for a warm-up; it need not fall.
-        b1: β₁ in (0, 1).
-        b2: β₂ in [0, 1).
-        eps: ε > 0.
-        weight_decay: λ >= 0.
+    Args: those of `adam`, with β₁ > 0; a learning rate that is a function of the count may warm up, and need not fall.
     Source: Defazio et al., NeurIPS 2024.
     """
-    require_decayed("schedule_free_adamw", learning_rate, weight_decay, None)
-    require_adam("schedule_free_adamw", b1, b2, eps)
     require(b1 > 0, "schedule_free_adamw", "b1 is positive: y is not z alone.", b1=b1)
     numbers = Numbers(weight_decay)
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn.core import Numbers, PyTree, checks_numbers, once, real, require, trees
+from decentfn.core import Numbers, PyTree, checks_arguments, checks_numbers, once, real, require, rule_of, trees
 from decentfn.core.buckets import Buckets, Mask, each, global_norm, in_parts, multiply, where, wide, zeros_like
 from decentfn.optim.schedule_checks import require_schedule
 from decentfn.optim.transforms.transform import Transform, ascending, descending, masked
@@ -53,20 +53,25 @@ def new_count(params: Sequence[Tensor] | Buckets) -> Tensor:
     return torch.zeros((), dtype=torch.int64, device=params[0].device if len(params) else None)
 
 
-def require_mask(call: str, mask: object) -> None:
-    """Raise ValueError unless `mask` is a function of a leaf's name and shape, or None."""
-    rule = "a mask is a function (dotted name, shape) -> bool, or None for all."
-    require(mask is None or callable(mask), call, rule, mask=mask)
+def _require_scalar(call: str, name: str, value: Scalar) -> None:
+    rule = "a finite number >= 0, or a function of the update count that returns one (see df.schedules)"
+    if callable(value):
+        require_schedule(call, name, value)
+    else:
+        require(real(call, name, value) >= 0, call, f"{name} is {rule}.", **{name: value})
 
 
-def require_scalars(call: str, **scalars: Scalar) -> None:
-    """Raise ValueError unless each is a number >= 0, or a function of the count."""
-    for name, value in scalars.items():
-        rule = "a finite number >= 0, or a function of the update count that returns one (see df.schedules)"
-        if callable(value):
-            require_schedule(call, name, value)
-        else:
-            require(real(call, name, value) >= 0, call, f"{name} is {rule}.", **{name: value})
+RULES = {
+    **dict.fromkeys(("learning_rate", "weight_decay"), _require_scalar),
+    **dict.fromkeys(("b1", "b2", "momentum", "decay"), rule_of(lambda x: 0 <= x < 1, "is in [0, 1).")),
+    **dict.fromkeys(("momentum_decay", "initial"), rule_of(lambda x: x >= 0, "is >= 0.")),
+    "eps": rule_of(lambda x: x > 0, "is positive; leave it out for the default."),
+    "clip": rule_of(lambda x: x >= 1, "is >= 1."),
+    "steps": rule_of(lambda x: x >= 1, "is an integer >= 1; 5 is the default."),
+    "accum_iter": rule_of(lambda x: x >= 1, "is an integer >= 1, the updates in a window; 1 is plain Adam."),
+    "mask": rule_of(lambda x: x is None or callable(x), "is a function (dotted name, shape) -> bool, or None for all."),
+}
+"""Rules of the arguments of transforms and optimizers, by their names."""
 
 
 def unless_zero(scalar: Scalar, transform: Callable[[], Transform]) -> tuple[Transform, ...]:
@@ -117,7 +122,7 @@ def scale(factor: float) -> Transform:
     return _scheduled(factor, apply, ascends=factor > 0)
 
 
-@checks_numbers
+@checks_arguments(RULES)
 def scale_by_learning_rate(learning_rate: Scalar) -> Transform:
     """Multiply by `-learning_rate`, which turns a gradient direction into an update.
 
@@ -126,7 +131,6 @@ def scale_by_learning_rate(learning_rate: Scalar) -> Transform:
     Args:
         learning_rate: a number >= 0, or a function of the count of updates before this one (0-d int64 tensor).
     """
-    require_scalars("scale_by_learning_rate", learning_rate=learning_rate)
 
     def update(grads: Buckets, state: RateState, params: Buckets) -> tuple[Buckets, RateState]:
         state = next_rate(learning_rate, state)
@@ -172,7 +176,7 @@ def current_rate(opt: PyTree) -> Tensor | None:
     return None if not own else own[0].clone() if len(own) == 1 else torch.stack(own, dim=-1)
 
 
-@checks_numbers
+@checks_arguments(RULES)
 def add_decayed_weights(weight_decay: Scalar, mask: Mask | None = None) -> Transform:
     """Add weight decay, `g + λ x`: l2 regularization before an adaptive part, decoupled weight decay after it.
 
@@ -180,8 +184,6 @@ def add_decayed_weights(weight_decay: Scalar, mask: Mask | None = None) -> Trans
         weight_decay: λ >= 0, or a function of the count of updates before this one (0-d int64 tensor).
         mask: the leaves that decay, `(dotted name, shape) -> bool`, for example `not_bias_or_norm`; None: all.
     """
-    require_scalars("add_decayed_weights", weight_decay=weight_decay)
-    require_mask("add_decayed_weights", mask)
 
     def decay(number: Tensor, grads: Buckets, params: Buckets) -> Buckets:
         def one(g: Tensor, x: Tensor) -> Tensor:
@@ -195,7 +197,7 @@ def add_decayed_weights(weight_decay: Scalar, mask: Mask | None = None) -> Trans
     return transform if mask is None else masked(transform, mask)
 
 
-@checks_numbers
+@checks_arguments(RULES)
 def trace(decay: float, nesterov: bool = False) -> Transform:
     """Apply momentum: `m⁺ = β m + g`, update `m⁺`; Nesterov: `g + β m⁺`.
 
@@ -203,7 +205,6 @@ def trace(decay: float, nesterov: bool = False) -> Transform:
         decay: β in [0, 1).
         nesterov: use Nesterov's momentum.
     """
-    require(0 <= decay < 1, "trace", "decay is in [0, 1).", decay=decay)
 
     def init(params: Buckets) -> TraceState:
         return TraceState(zeros_like(params))

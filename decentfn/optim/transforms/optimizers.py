@@ -10,14 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn.core import checks_numbers, once, require
+from decentfn.core import checks_arguments, once, require
 from decentfn.core.buckets import Buckets, Mask, each, into, zeros_like
 from decentfn.optim.transforms.basic import (
+    RULES,
     Scalar,
     add_decayed_weights,
     new_count,
-    require_mask,
-    require_scalars,
     scale_by_learning_rate,
     trace,
     unless_zero,
@@ -59,7 +58,7 @@ class AccumAdamState(NamedTuple):
     accumulated: Buckets  # A
 
 
-@checks_numbers
+@checks_arguments(RULES)
 def sgd(
     learning_rate: Scalar,
     momentum: float = 0.0,
@@ -77,8 +76,6 @@ def sgd(
         mask: the leaves that decay, `(dotted name, shape) -> bool`; None: all.
     Source: torch.optim.SGD.
     """
-    require_decayed("sgd", learning_rate, weight_decay, mask)
-    require(0 <= momentum < 1, "sgd", "momentum is in [0, 1).", momentum=momentum)
     rule = "Nesterov looks ahead along the momentum; set momentum=0.9."
     require(not nesterov or momentum > 0, "sgd", rule, nesterov=nesterov, momentum=momentum)
     return chain(
@@ -88,7 +85,7 @@ def sgd(
     )
 
 
-@checks_numbers
+@checks_arguments(RULES)
 def adam(
     learning_rate: Scalar = 1e-3,
     b1: float = 0.9,
@@ -110,11 +107,10 @@ def adam(
         mask: the leaves that decay, `(dotted name, shape) -> bool`, for example `not_bias_or_norm`; None: all.
     Source: Kingma and Ba, ICLR 2015; torch.optim.Adam.
     """
-    require_adam("adam", b1, b2, eps)
-    return with_decay("adam", learning_rate, weight_decay, mask, scale_by_adam(b1, b2, eps), is_decoupled=False)
+    return with_decay(learning_rate, weight_decay, mask, scale_by_adam(b1, b2, eps), is_decoupled=False)
 
 
-@checks_numbers
+@checks_arguments(RULES)
 def adamw(
     learning_rate: Scalar = 1e-3,
     b1: float = 0.9,
@@ -127,11 +123,10 @@ def adamw(
 
     Source: Loshchilov and Hutter, ICLR 2019; torch.optim.AdamW.
     """
-    require_adam("adamw", b1, b2, eps)
-    return with_decay("adamw", learning_rate, weight_decay, mask, scale_by_adam(b1, b2, eps), is_decoupled=True)
+    return with_decay(learning_rate, weight_decay, mask, scale_by_adam(b1, b2, eps), is_decoupled=True)
 
 
-@checks_numbers
+@checks_arguments(RULES)
 def accum_adam(
     learning_rate: Scalar = 1e-3,
     b1: float = 0.9,
@@ -148,12 +143,11 @@ def accum_adam(
     Args: those of `adam`, and s = `accum_iter` >= 1, the updates in a window; 1 is `adam`.
     Source: Wang et al., ICLR 2025 (Decent-DP).
     """
-    require_adam("accum_adam", b1, b2, eps, accum_iter)
     direction = scale_by_accum_adam(b1, b2, eps, accum_iter)
-    return with_decay("accum_adam", learning_rate, weight_decay, mask, direction, is_decoupled=False)
+    return with_decay(learning_rate, weight_decay, mask, direction, is_decoupled=False)
 
 
-@checks_numbers
+@checks_arguments(RULES)
 def accum_adamw(
     learning_rate: Scalar = 1e-3,
     b1: float = 0.9,
@@ -167,15 +161,13 @@ def accum_adamw(
 
     Source: Wang et al., ICLR 2025 (Decent-DP).
     """
-    require_adam("accum_adamw", b1, b2, eps, accum_iter)
     direction = scale_by_accum_adam(b1, b2, eps, accum_iter)
-    return with_decay("accum_adamw", learning_rate, weight_decay, mask, direction, is_decoupled=True)
+    return with_decay(learning_rate, weight_decay, mask, direction, is_decoupled=True)
 
 
-@checks_numbers
+@checks_arguments(RULES)
 def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Transform:
     """Adam's direction, `m⁺/(1-β₁ᵏ) / (√(v⁺/(1-β₂ᵏ)) + ε)` with `k` counted from 1; see `adam`."""
-    require_adam("scale_by_adam", b1, b2, eps)
 
     def update(grads: Buckets, state: AdamState, params: Buckets) -> tuple[Buckets, AdamState]:
         new = moments(grads, state, b1, b2)
@@ -184,7 +176,7 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
     return ascending(new_moments, update)
 
 
-@checks_numbers
+@checks_arguments(RULES)
 def scale_by_accum_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, accum_iter: int = 4) -> Transform:
     """AccumAdam's direction, with windows of `s = accum_iter` updates.
 
@@ -194,7 +186,6 @@ def scale_by_accum_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, a
 
     Source: Wang et al., ICLR 2025 (Decent-DP).
     """
-    require_adam("scale_by_accum_adam", b1, b2, eps, accum_iter)
 
     def init(params: Buckets) -> AccumAdamState:
         return AccumAdamState(new_count(params), *(zeros_like(params) for _ in range(3)))
@@ -228,7 +219,6 @@ def _direction(grads: Buckets, mu: Buckets, nu: Buckets, k: Tensor, b1: float, b
 
 
 def with_decay(
-    call: str,
     learning_rate: Scalar,
     weight_decay: Scalar,
     mask: Mask | None,
@@ -237,22 +227,6 @@ def with_decay(
     is_decoupled: bool,
 ) -> Transform:
     """Chain a direction with weight decay, before it (l2 regularization) or after it, others, and the learning rate."""
-    require_decayed(call, learning_rate, weight_decay, mask)
     decay = unless_zero(weight_decay, lambda: add_decayed_weights(weight_decay, mask))
     parts = (direction, *decay) if is_decoupled else (*decay, direction)
     return chain(*parts, *then, scale_by_learning_rate(learning_rate))
-
-
-def require_decayed(call: str, learning_rate: Scalar, weight_decay: Scalar, mask: Mask | None) -> None:
-    """Raise ValueError unless these arguments of an optimizer with weight decay are valid."""
-    require_scalars(call, learning_rate=learning_rate, weight_decay=weight_decay)
-    require_mask(call, mask)
-
-
-def require_adam(call: str, b1: float, b2: float, eps: float, accum_iter: float = 1) -> None:
-    """Raise ValueError unless the numbers of an Adam are in their ranges."""
-    require(0 <= b1 < 1, call, "b1 is in [0, 1).", b1=b1)
-    require(0 <= b2 < 1, call, "b2 is in [0, 1).", b2=b2)
-    require(eps > 0, call, "eps is positive; 1e-8 is the default.", eps=eps)
-    rule = "accum_iter is an integer >= 1, the updates in a window; 1 is plain Adam."
-    require(accum_iter >= 1, call, rule, accum_iter=accum_iter)

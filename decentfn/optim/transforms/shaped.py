@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from decentfn.core import Numbers, PyTree, checks_numbers, once, require, trees
+from decentfn.core import Numbers, PyTree, checks_arguments, once, require, rule_of, trees
 from decentfn.core.buckets import Mask, wide
 from decentfn.optim.orthogonalize import orthogonalize
-from decentfn.optim.transforms.basic import RateState, Scalar, next_rate, require_scalars, start_rate
-from decentfn.optim.transforms.optimizers import require_adam, scale_by_adam, with_decay
+from decentfn.optim.transforms.basic import RULES, RateState, Scalar, next_rate, start_rate
+from decentfn.optim.transforms.optimizers import scale_by_adam, with_decay
 from decentfn.optim.transforms.transform import Transform, ascending, by_leaf, descending
 
 
@@ -30,7 +30,7 @@ class MuonState(NamedTuple):
     momentum: PyTree
 
 
-@checks_numbers
+@checks_arguments(RULES)
 def lamb(
     learning_rate: Scalar = 1e-3,
     b1: float = 0.9,
@@ -44,7 +44,6 @@ def lamb(
     Args: those of `adam`; the decay is part of d.
     Source: You et al., ICLR 2020.
     """
-    require_adam("lamb", b1, b2, eps)
 
     def scaled(d: Tensor, x: Tensor) -> Tensor:
         of_x, of_d = (torch.linalg.vector_norm(y.to(wide(y.dtype))) for y in (x, d))
@@ -52,10 +51,10 @@ def lamb(
         return (d.to(wide(d.dtype)) * ratio).to(d.dtype)
 
     trust = ascending(*by_leaf(Transform(lambda params: (), lambda d, state, x: (trees.map(scaled, d, x), state))))
-    return with_decay("lamb", learning_rate, weight_decay, mask, scale_by_adam(b1, b2, eps), trust, is_decoupled=True)
+    return with_decay(learning_rate, weight_decay, mask, scale_by_adam(b1, b2, eps), trust, is_decoupled=True)
 
 
-@checks_numbers
+@checks_arguments(RULES | {"decay": rule_of(lambda x: 0 <= x <= 1, "is in [0, 1]; 0.8 is the default.")})
 def adafactor(
     learning_rate: Scalar = 1e-2, decay: float = 0.8, eps: float = 1e-3, clip: float = 1.0, weight_decay: float = 0.0
 ) -> Transform:
@@ -75,9 +74,6 @@ def adafactor(
         ValueError: from `init`, a complex leaf, or a worker of several processes.
     Source: Shazeer and Stern, ICML 2018; torch.optim.Adafactor.
     """
-    require_scalars("adafactor", learning_rate=learning_rate, weight_decay=weight_decay)
-    require(0 <= decay <= 1, "adafactor", "decay is in [0, 1]; 0.8 is the default.", decay=decay)
-    require(eps > 0 and clip >= 1, "adafactor", "eps is positive, and clip >= 1.", eps=eps, clip=clip)
     numbers = Numbers(weight_decay)
 
     def start(x: Tensor) -> tuple[Tensor, ...]:
@@ -128,7 +124,7 @@ def adafactor(
     return descending(*by_leaf(Transform(init, update)))
 
 
-@checks_numbers
+@checks_arguments(RULES)
 def muon(
     learning_rate: Scalar = 1e-3,
     momentum: float = 0.95,
@@ -143,20 +139,12 @@ def muon(
     float32 (torch.optim.Muon rounds to bfloat16). Biases, norms and embeddings take another optimizer:
     `df.transforms.partition({True: muon(0.02), False: df.adamw(3e-4)}, lambda name, shape: len(shape) == 2)`.
 
-    Args:
-        learning_rate: η >= 0, or a function of the count of updates before this one (0-d int64 tensor).
-        momentum: β in [0, 1).
-        nesterov: use Nesterov's momentum.
-        weight_decay: λ >= 0, or a function of the count.
-        steps: iterations of O, >= 1.
-        mask: the leaves that decay; None: all.
+    Args: those of `sgd`, with decoupled decay, and `steps`, the iterations of O, >= 1.
 
     Raises:
         ValueError: from `init`, a leaf that is not a matrix, or a worker of several processes.
     Source: Jordan et al., 2024; torch.optim.Muon.
     """
-    require(0 <= momentum < 1, "muon", "momentum is in [0, 1).", momentum=momentum)
-    require(steps >= 1, "muon", "steps is an integer >= 1; 5 is the default.", steps=steps)
 
     def init(params: PyTree) -> MuonState:
         for name, leaf in trees.named_leaves(params):
@@ -178,7 +166,7 @@ def muon(
         return trees.map(direction, grads, m_new), MuonState(m_new)
 
     direction = ascending(*by_leaf(Transform(init, update)))
-    return with_decay("muon", learning_rate, weight_decay, mask, direction, is_decoupled=True)
+    return with_decay(learning_rate, weight_decay, mask, direction, is_decoupled=True)
 
 
 def _rms(x: Tensor) -> Tensor:

@@ -18,8 +18,7 @@ from decentfn.comm import collectives
 from decentfn.core import brief, require
 from decentfn.errors import CheckpointCorrupt
 from decentfn.kit.state import State
-from decentfn.train.checkpoint import files
-from decentfn.train.checkpoint.layout import DTYPES, encoded
+from decentfn.train.checkpoint import files, layout
 from decentfn.train.collective_calls import as_path, on_all, on_first
 from decentfn.train.state_dicts import state_dict, state_dict_in_place, without_compiled
 
@@ -102,7 +101,7 @@ def import_(path: str | Path) -> dict[str, Tensor]:
 
 def _require_tensors(path: Path, named: dict[str, Any], own: dict[str, Any]) -> None:
     for name, x in named.items():
-        if not isinstance(x, torch.Tensor) or x.dtype not in DTYPES:
+        if not isinstance(x, torch.Tensor) or x.dtype not in layout.DTYPES:
             raise ValueError(
                 f"export({str(path)!r}): {name!r} is {getattr(x, 'dtype', type(x).__name__)}, which safetensors files "
                 "do not hold; store df.state_dict(module, state, consensus=True) in a way of your own."
@@ -120,12 +119,7 @@ def _write(path: Path, named: dict[str, Any], own: dict[str, Any]) -> None:
     names = {name: without_compiled(first.setdefault(id(own[name]), name)) for name in named}
     tied = {without_compiled(name): kept for name, kept in names.items() if without_compiled(name) != kept}
     kept = {without_compiled(name): named[name].cpu().contiguous() for name in first.values()}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        files.write(temporary, encoded(kept, tied=tied))
-        files.publish(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    files.replace(path, layout.encoded(kept, tied=tied))
 
 
 def _begin_directory(path: Path) -> str:

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
+from uuid import uuid4
 
 _SLICE = 2**20
 """Bytes hashed and written at a time, so that they stay in the processor's cache."""
@@ -69,6 +70,16 @@ def publish(path: Path, name: Path) -> None:
     """Rename a complete file or directory; it replaces an older file of that name."""
     os.replace(path, name)
     sync_directory(name.parent)
+
+
+def replace(path: Path, content: Iterable[memoryview | bytes]) -> None:
+    """Write a file, and then replace an older one of that name."""
+    temporary = path.with_name(f".{path.name}.{uuid4().hex[:8]}")
+    try:
+        write(temporary, content)
+        publish(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def remove(path: Path) -> None:

@@ -22,20 +22,7 @@ from decentfn.core.formatting import brief
 from decentfn.core.stacking import over_workers
 from decentfn.errors import CheckpointCorrupt
 from decentfn.optim.transforms.basic import rates
-from decentfn.train.checkpoint import extras, files, manifest
-from decentfn.train.checkpoint.layout import (
-    BUFFERS,
-    DTYPES,
-    Leaf,
-    algorithm_of,
-    bytes_of,
-    digest_of_plan,
-    digests_of,
-    leaves_of,
-    local_workers,
-    place,
-    places_in,
-)
+from decentfn.train.checkpoint import extras, files, layout, manifest
 from decentfn.train.collective_calls import on_all, on_first, one_path
 from decentfn.train.consensus import is_stacked
 from decentfn.train.own_steps import memory_of, with_room_of
@@ -121,7 +108,7 @@ def _tell(found: str, state: Any, saved_workers: int, skipped: dict[str, Checkpo
         return
     for path, error in skipped.items():
         _log.warning("restore skipped %s, and read %s: %s", path, found, error)
-    num_workers = collectives.world().num_workers * local_workers(state)
+    num_workers = collectives.world().num_workers * layout.local_workers(state)
     if num_workers != saved_workers:
         _log.warning(
             "restore: %s was saved by %d workers, and there are %d: each starts from their mean, and with process 0's extra and "
@@ -175,7 +162,7 @@ def _on_topology(state: Any, about: dict[str, Any], path: Path) -> Any:
 def _verify_share(path: Path, template: Any) -> None:
     """Where all processes read all files, for another number of workers, verify this one's share of them."""
     about, here = manifest.read(path), collectives.all_processes()
-    if about["num_workers"] != here.num_workers * local_workers(template):
+    if about["num_workers"] != here.num_workers * layout.local_workers(template):
         for entry in about["processes"][here.rank :: here.size]:
             _verify(path, entry)
 
@@ -196,13 +183,13 @@ def _verify(path: Path, process: dict[str, Any], into: Iterable[tuple[int, memor
 def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor], int]:
     """Return what the checkpoint holds for this process, the generators' states and the number of workers that saved it."""
     about = manifest.read(path)
-    theirs, mine = about["algorithm"], algorithm_of(template)
+    theirs, mine = about["algorithm"], layout.algorithm_of(template)
     if None not in (theirs, mine) and _MEMORY_OF.get(theirs, theirs) != mine:
         raise ValueError(
             f"restore: {path} has the memory of {theirs}, and the state is {mine}'s; build the algorithm that it "
             "was saved with, or start another one from its parameters: init(df.params(state))."
         )
-    here, local = collectives.world(), local_workers(template)
+    here, local = collectives.world(), layout.local_workers(template)
     first, num_workers = here.worker * local, here.num_workers * local
     as_many = about["num_workers"] == num_workers
     if as_many and template.params.plan.starts_equal and not about.get("starts_equal", True):
@@ -210,7 +197,7 @@ def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor], int]:
             f"restore: the workers of {path} may differ, and the state's algorithm never makes them equal; restore it with "
             "the algorithm that it was saved with, and start this one from init(df.consensus_mean(state))."
         )
-    buckets = digest_of_plan(template.params.plan)
+    buckets = layout.digest_of_plan(template.params.plan)
     entries, others = _of_process(about, range(first, first + local) if as_many else None)
     are_mine = all(entry["buckets"] == buckets for entry in entries)
     if not are_mine or about["processes_per_worker"] != here.processes_per_worker:
@@ -221,23 +208,23 @@ def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor], int]:
         rooms, template = template, with_room(template, places)  # ranks have none, the simulator one by its trace
         one = trees.map(lambda x: x[0], template) if is_stacked(template) else template
         state = trees.map(torch.empty_like, template if as_many else one)
-        leaves = leaves_of(state)
+        leaves = layout.leaves_of(state)
         by_bucket = [leaf.name for leaf in leaves if leaf.is_by_bucket]
         if by_bucket and not are_mine:
             raise ValueError(
                 f"restore: leaf {by_bucket[0]!r} is kept for each bucket, and {path} has other buckets; build the "
                 "algorithm with the bucket_mb that it was saved with."
             )
-        given = {leaf.name: leaf.values for leaf in leaves_of(template if as_many else one)}
+        given = {leaf.name: leaf.values for leaf in layout.leaves_of(template if as_many else one)}
         frozen = {name: given[name] for name in parts[0].frozen if name in given}
         if (size := about["processes_per_worker"]) != here.processes_per_worker and frozen:
             raise ValueError(
                 f"restore: {path} was saved without its frozen buffers by {size} processes per worker; restore it with as many."
             )
-        for name, digest in digests_of(frozen).items():
+        for name, digest in layout.digests_of(frozen).items():
             if digest != parts[0].frozen[name]:
                 raise ValueError(
-                    f"restore: the template's {name.removeprefix(BUFFERS)!r} is not the frozen buffer with which {path} was saved; "
+                    f"restore: the template's {name.removeprefix(layout.BUFFERS)!r} is not the frozen buffer with which {path} was saved; "
                     "load the same weights before df.functional."
                 )
         _compare_names(leaves, parts, path)
@@ -271,7 +258,7 @@ def _of_process(about: dict[str, Any], workers: range | None) -> tuple[list[dict
     return sides
 
 
-_OWNERS = {("params/", BUFFERS): "network", ("local.opt",): "optimizer", ("",): "algorithm or wrapper"}
+_OWNERS = {("params/", layout.BUFFERS): "network", ("local.opt",): "optimizer", ("",): "algorithm or wrapper"}
 """What has the leaves whose names begin so."""
 Wanted = dict[str, tuple[Tensor, Place]]
 """Parts of leaves that are not filled yet, and their places."""
@@ -283,7 +270,7 @@ class _Part:
     def __init__(self, path: Path, process: dict[str, Any]) -> None:
         self._file, self.process = path / process["file"], process
         self._open = safe_open(self._file, framework="pt")
-        self.places, self._extra, self.frozen = places_in(self._open.metadata()), process["extra"], process["frozen"]
+        self.places, self.frozen = layout.places_in(self._open.metadata()), process["frozen"]
 
     def generators(self, device: torch.device) -> dict[str, Tensor]:
         """Return the states of this process's generators that are of use here."""
@@ -292,7 +279,7 @@ class _Part:
 
     def extra(self) -> Any:
         """Return the process's own `extra`."""
-        return extras.unpacked(self._extra, self._open.get_tensor)
+        return extras.unpacked(self.process["extra"], self._open.get_tensor)
 
     def kind(self, name: str) -> tuple[str, list[int]]:
         """Return the leaf's dtype, by its safetensors name, and its shape over all workers."""
@@ -330,13 +317,13 @@ class _Part:
             is_direct = (into.is_cpu, shape, mine.offset) == (True, into.shape, tuple(there.offset))
             is_direct &= into[0].is_contiguous()  # else each of its elements would be read by itself
             values = into if is_direct else torch.empty(shape, dtype=into.dtype)
-            for memory in bytes_of(values):
+            for memory in layout.bytes_of(values):
                 yield start, memory
                 start += len(memory)
             self.copy(name, wanted, filled, values)
 
 
-def _compare_names(leaves: Sequence[Leaf], parts: Sequence[_Part], path: Path) -> None:
+def _compare_names(leaves: Sequence[layout.Leaf], parts: Sequence[_Part], path: Path) -> None:
     own, theirs = {leaf.name for leaf in leaves}, {name for part in parts for name in (*part.places, *part.frozen)}
     for prefixes, what in _OWNERS.items():  # a renamed parameter also renames the optimizer's leaves and the memory's
         mine, saved = (sorted(x for x in names if x.startswith(prefixes)) for names in (own - theirs, theirs - own))
@@ -353,13 +340,13 @@ class _Saved(NamedTuple):
     given: dict[str, Tensor]
     """Leaves that are not in the files, of the template's workers."""
 
-    def fill(self, leaves: Sequence[Leaf], first: int, *, verify: bool = False) -> None:
+    def fill(self, leaves: Sequence[layout.Leaf], first: int, *, verify: bool = False) -> None:
         """Read the values of these leaves for the workers from `first` on, or raise unless all of them are there."""
-        wanted: Wanted = {leaf.name: (leaf.values, place(leaf, first, self.num_workers)) for leaf in leaves}
+        wanted: Wanted = {leaf.name: (leaf.values, layout.place(leaf, first, self.num_workers)) for leaf in leaves}
         for name in wanted.keys() & self.given.keys():
             wanted.pop(name)[0].copy_(self.given[name])
         for name, (values, there) in wanted.items():
-            mine = DTYPES[values.dtype], list(there.shape)
+            mine = layout.DTYPES[values.dtype], list(there.shape)
             for theirs in [part.kind(name) for part in self.parts if name in part.places]:
                 if theirs != mine:
                     raise ValueError(
@@ -379,7 +366,7 @@ class _Saved(NamedTuple):
             if held < values.numel():
                 raise manifest.corrupt(self.path, f"of leaf {name!r} it holds {held} of {values.numel()} values")
 
-    def rows(self, one: Any, leaves: Sequence[Leaf]) -> Any:
+    def rows(self, one: Any, leaves: Sequence[layout.Leaf]) -> Any:
         """Replace each tensor of one worker's state by an iterable of all workers' values, read on demand."""
         counts = []
         for _, node in trees.named_leaves(one, Buckets):
@@ -389,7 +376,7 @@ class _Saved(NamedTuple):
         pairs = zip(trees.leaves(one), pieces, strict=True)
         return trees.fill(trees.enumerate_leaves(one), [self._row_by_row(*pair) for pair in pairs])
 
-    def _row_by_row(self, tensor: Tensor, pieces: Sequence[Leaf]) -> Iterator[Tensor]:
+    def _row_by_row(self, tensor: Tensor, pieces: Sequence[layout.Leaf]) -> Iterator[Tensor]:
         for worker in range(self.num_workers):
             self.fill(pieces, worker)
             yield tensor.clone()

@@ -24,17 +24,7 @@ from decentfn.core.buckets import Place
 from decentfn.elastic.generation import awaited_run
 from decentfn.errors import RunError
 from decentfn.kit.state_check import is_state
-from decentfn.train.checkpoint import extras, files, manifest
-from decentfn.train.checkpoint.layout import (
-    BUFFERS,
-    algorithm_of,
-    digest_of_plan,
-    digests_of,
-    encoded,
-    leaves_of,
-    local_workers,
-    place,
-)
+from decentfn.train.checkpoint import extras, files, layout, manifest
 from decentfn.train.collective_calls import make_directory, on_all, on_first, one_path
 from decentfn.train.own_steps import memory_of
 
@@ -236,31 +226,31 @@ class Saver:
                 f"save(state, step): the state is {brief(state)}; expected a training state, from init(params)."
             )
         step = at_least("save", "step", step, 0)
-        here, local = collectives.world(), local_workers(state)
+        here, local = collectives.world(), layout.local_workers(state)
         first, num_workers = here.worker * local, here.num_workers * local
-        left_out = {f"{BUFFERS}{name}" for name in self._frozen}
+        left_out = {f"{layout.BUFFERS}{name}" for name in self._frozen}
         uncopied = {id(x) for name, x in trees.named_leaves(state) if name in left_out}
-        leaves = leaves_of(
+        leaves = layout.leaves_of(
             trees.map(lambda x: x.detach().to("cpu", copy=copy and id(x) not in uncopied).contiguous(), state)
         )
         held = {leaf.name: leaf.values for leaf in leaves if leaf.name in left_out}
         if unknown := left_out - held.keys():
             raise ValueError(
-                f"Saver(frozen={brief(sorted(name.removeprefix(BUFFERS) for name in unknown))}): no buffer of the state has such a "
+                f"Saver(frozen={brief(sorted(name.removeprefix(layout.BUFFERS) for name in unknown))}): no buffer of the state has such a "
                 "name; loss_fn.frozen has those of df.functional's frozen parameters."
             )
         leaves = [leaf for leaf in leaves if leaf.name not in left_out]
         tensors = {leaf.name: leaf.values for leaf in leaves}
-        places = {leaf.name: place(leaf, first, num_workers) for leaf in leaves}
+        places = {leaf.name: layout.place(leaf, first, num_workers) for leaf in leaves}
         loose = {f"{extras.GENERATOR}{name}": x for name, x in extras.generators(state.params[0].device).items()}
         about = {
             "step": step,
             "num_workers": num_workers,
             "processes_per_worker": here.processes_per_worker,
-            "algorithm": algorithm_of(state),
+            "algorithm": layout.algorithm_of(state),
             "topology": state.params.plan.topology,
             "starts_equal": state.params.plan.starts_equal,
-            "buckets": digest_of_plan(state.params.plan),
+            "buckets": layout.digest_of_plan(state.params.plan),
             "config": self._config,
         }
         process = {
@@ -326,8 +316,8 @@ def _write_own(path: Path, content: _Content) -> dict[str, Any]:
     if not path.exists():
         raise OSError(f"{path}: created by rank 0, but not visible to this process; choose a directory that all share.")
     name = f"process-{collectives.all_processes().rank:05}.safetensors"
-    size, digest = files.write(path / name, encoded(content.tensors | content.loose, content.places))
-    its = {"file": name, "bytes": size, "sha256": digest, "frozen": digests_of(content.frozen)} | content.process
+    size, digest = files.write(path / name, layout.encoded(content.tensors | content.loose, content.places))
+    its = {"file": name, "bytes": size, "sha256": digest, "frozen": layout.digests_of(content.frozen)} | content.process
     return {"process": its, "score": content.score, "about": content.about}
 
 
