@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from decentfn.torch_private.names import UNWRAPPED
+
+_unwrapped = UNWRAPPED.find()
+
 
 def is_differentiated(x: Tensor) -> bool:
     """Return True if autograd tracks a tensor, as under `torch.func.grad`."""
@@ -63,12 +67,18 @@ torch.library.register_vmap(
 torch.library.register_vmap("decentfn::row", lambda info, dims, rows, like: (rows.view_as(rows), 0), lib=_library)
 
 
+def of_all(x: Tensor) -> Tensor:
+    """Return a tensor outside every `vmap` that batches it: the values of all workers, in any order of axes."""
+    while is_batched(x):
+        x = all_rows(x, x) if _unwrapped is None else _unwrapped(x)
+    return x
+
+
 def holds(condition: Tensor) -> bool:
     """Return True if a condition holds, under `vmap` for all workers; also False if to know it, one would trace or wait for a device."""
     if torch.compiler.is_dynamo_compiling() or condition.device.type != "cpu":
         return False
-    while is_batched(condition):
-        condition = all_rows(condition, condition)
+    condition = of_all(condition)
     return type(condition) is Tensor and bool(condition.all() if condition.dim() else condition)
 
 

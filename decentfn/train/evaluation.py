@@ -258,8 +258,9 @@ def _size(call: str, samples: _Count | None, batch: Any) -> int:
                 f"{call}(samples): it returned {brief(size)}; a batch's number of samples is an integer >= 0."
             )
         return int(size)
-    batch = trees.plain(batch)
-    sizes = {len(x) for x in trees.leaves(batch) if isinstance(x, torch.Tensor) and x.dim()}
+    is_flat = type(batch) in (list, tuple) and trees.is_flat(batch)
+    leaves = batch if is_flat else trees.leaves(batch := trees.plain(batch))
+    sizes = {x.size(0) for x in leaves if isinstance(x, torch.Tensor) and x.dim()}
     if len(sizes) != 1:
         named = [(name, x) for name, x in trees.named_leaves(batch) if isinstance(x, torch.Tensor) and x.dim()]
         shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in named)
