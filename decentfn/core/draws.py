@@ -129,10 +129,7 @@ def torch_draws(t: int, worker: int, part: int = 0) -> Iterator[None]:
     generators = [torch.default_generator]
     if torch.cuda.is_initialized():
         generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
-    before = {}
-    for generator in generators:
-        if generator not in context.generators:
-            before[generator] = generator.get_state()
+    before = {generator: generator.get_state() for generator in generators if generator not in context.generators}
     for generator in generators:
         generator.manual_seed(hashed(base, t, worker, part, 1))  # 1: differs from every key of `worker_seed`
     context.seed, context.generators = base, (*context.generators, *before)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from decentfn.torch_private.names import UNWRAPPED
 
-_unwrapped = UNWRAPPED.find()
+outside: Any = UNWRAPPED.find() or (lambda x: all_rows(x, x))
+"""Function that returns a batched tensor outside the innermost `vmap`: the values of all workers, the axes in any order."""
 
 
 def is_differentiated(x: Tensor) -> bool:
@@ -67,18 +70,12 @@ torch.library.register_vmap(
 torch.library.register_vmap("decentfn::row", lambda info, dims, rows, like: (rows.view_as(rows), 0), lib=_library)
 
 
-def of_all(x: Tensor) -> Tensor:
-    """Return a tensor outside every `vmap` that batches it: the values of all workers, in any order of axes."""
-    while is_batched(x):
-        x = all_rows(x, x) if _unwrapped is None else _unwrapped(x)
-    return x
-
-
 def holds(condition: Tensor) -> bool:
     """Return True if a condition holds, under `vmap` for all workers; also False if to know it, one would trace or wait for a device."""
     if torch.compiler.is_dynamo_compiling() or condition.device.type != "cpu":
         return False
-    condition = of_all(condition)
+    while is_batched(condition):
+        condition = outside(condition)
     return type(condition) is Tensor and bool(condition.all() if condition.dim() else condition)
 
 

@@ -108,17 +108,5 @@ VECTORS = Private(
     "try the CPU's vector instructions again after a damaged cache",
     "a cache whose trial of vector instructions is damaged fails until it is removed",
 )
-NAMES = (
-    PYTREE,
-    UNWRAPPED,
-    BATCHING,
-    DECOMPOSITIONS,
-    *DISPATCH,
-    WEIGHTS,
-    GUARDS,
-    BACKEND,
-    GRAPH_PASS,
-    LOOP_SPLIT,
-    READ_EXPR,
-    VECTORS,
-)
+_OF_STEPS = PYTREE, UNWRAPPED, BATCHING, DECOMPOSITIONS, *DISPATCH, WEIGHTS
+NAMES = *_OF_STEPS, GUARDS, BACKEND, GRAPH_PASS, LOOP_SPLIT, READ_EXPR, VECTORS

@@ -129,7 +129,9 @@ class Form:
             rule = f"{name} keeps {' and '.join(unknown)} of {leaf!r}; a state holds plain tensors and numbers. Use another one."
             require(not unknown, CALL, rule)
             self.kinds.append({key: kind for key, kind in own.items() if isinstance(kind, Kind)})
-            self.converted |= {k for k, kind in self.kinds[-1].items() if (kind.type, kind.device) != (Tensor, self.device)}
+            self.converted |= {
+                k for k, kind in self.kinds[-1].items() if (kind.type, kind.device) != (Tensor, self.device)
+            }
         shapes = [(tuple(p.shape), p.is_complex()) for _, p in named]
         common = [key for key in self.kinds[0] if self._is_common(key)]
         of_all = {k: [(own[k].shape, own[k].dtype.is_complex) for own in self.kinds] for k in common}
@@ -184,7 +186,9 @@ class Form:
         """Give the optimizer its state: views of this one."""
         for (_, p), kinds, own in zip(named, self.kinds, places, strict=True):
             if own:
-                optimizer.state[p] = {k: kind.restored(own[k]) if k in self.converted else own[k] for k, kind in kinds.items()}
+                optimizer.state[p] = {
+                    k: kind.restored(own[k]) if k in self.converted else own[k] for k, kind in kinds.items()
+                }
         for group, kinds, own in zip(optimizer.param_groups, self.groups, state.groups, strict=True):
             group.update({key: kind.restored(own[key]) for key, kind in kinds.items()})
 
