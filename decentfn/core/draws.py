@@ -129,8 +129,10 @@ def torch_draws(t: int, worker: int, part: int = 0) -> Iterator[None]:
     generators = [torch.default_generator]
     if torch.cuda.is_initialized():
         generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
-    before = {generator: generator.get_state() for generator in generators if generator not in context.generators}
+    before = {}
     for generator in generators:
+        if generator not in context.generators:
+            before[generator] = generator.get_state()
         generator.manual_seed(hashed(base, t, worker, part, 1))  # 1: differs from every key of `worker_seed`
     context.seed, context.generators = base, (*context.generators, *before)
     try:
