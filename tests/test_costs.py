@@ -343,7 +343,7 @@ def test_an_optimizer_of_pytorch_cuts_its_buckets_into_leaves_once_and_finds_its
     state = state if n == 1 else df.stack(state, n)
     update = optimizer.update if n == 1 else torch.vmap(optimizer.update)
     grads = df.kit.each(torch.ones_like, state.params)
-    update(grads, state.local.opt, state.params)
-    own, _ = calls_of(lambda: update(grads, state.local.opt, state.params))
+    _, opt = update(grads, state.local.opt, state.params)
+    own, _ = calls_of(lambda: update(grads, opt, state.params))
     assert own.count("leaves") == 4 * n + 1 and own.count("form") == 1  # x, g, m, v; and the state as a list
     assert own.count("number_of") == 2 and not own.count("restored")  # of the buckets and of the parameters, once
