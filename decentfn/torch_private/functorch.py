@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from decentfn.torch_private.names import UNWRAPPED
 
-outside: Any = UNWRAPPED.find() or (lambda x: all_rows(x, x))
+outside = UNWRAPPED.find() or (lambda x: all_rows(x, x))
 """Function that returns a batched tensor outside the innermost `vmap`: the values of all workers, the axes in any order."""
 
 
