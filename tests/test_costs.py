@@ -166,6 +166,40 @@ def test_a_seeded_batch_does_not_touch_the_state_of_numpys_generator(kept):
     assert np.random.standard_normal(5).tolist() == expected.standard_normal(5).tolist()
 
 
+def test_a_seeded_batch_reads_only_the_waiting_number_of_numpys_generator_whose_state_is_slow():
+    reads, own = [], np.random.get_bit_generator()
+
+    class Counted(np.random.MT19937):
+        @property
+        def state(self):
+            reads.append("state")
+            return super().state
+
+    try:
+        np.random.set_bit_generator(Counted(5))
+        np.random.standard_normal()
+        dataset = df.data.seeded([*range(8)])
+        (samples,) = df.data.batch_sampler(df.data.shards(8, 1, 4), 0, steps=1)
+        dataset.__getitems__(samples)
+        assert not reads and np.random.get_state(legacy=False)["has_gauss"] and len(reads) == 1
+    finally:
+        np.random.set_bit_generator(own)
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_an_eager_step_computes_only_the_facts_of_a_round_that_it_reads_and_no_operator_reads_a_condition(n):
+    init, step = df.adapt_while_communicate(loss_fn, df.sgd(0.1), df.topology("base", n))
+    state, batch = init(PARAMS), torch.ones(1 << 16)
+    state, batch, step = (
+        (state, batch, step) if n == 1 else (df.stack(state, n), batch.repeat(n, 1), df.simulate(step, n))
+    )
+    state, _ = step(state, batch, 0)
+    own, every = calls_of(lambda: step(state, batch, 1))
+    assert own.count("look_up") == 1 and "all_rows" not in own
+    assert every.count("custom_function_call_vmap_helper") == (0 if n == 1 else 3)  # look up, post, wait
+    assert elements_of(lambda: step(state, batch, 1), "aten::gt") <= n  # once two per worker
+
+
 def test_a_batch_of_a_fixed_part_reads_no_more_than_the_batch():
     part = torch.arange(1 << 16)
     shards = df.data.fixed_shards([part, part[:3]], 4)
@@ -309,6 +343,7 @@ def test_an_optimizer_of_pytorch_cuts_its_buckets_into_leaves_once_and_finds_its
     state = state if n == 1 else df.stack(state, n)
     update = optimizer.update if n == 1 else torch.vmap(optimizer.update)
     grads = df.kit.each(torch.ones_like, state.params)
-    update(grads, state.local.opt, state.params)
-    own, _ = calls_of(lambda: update(grads, state.local.opt, state.params))
+    _, opt = update(grads, state.local.opt, state.params)
+    own, _ = calls_of(lambda: update(grads, opt, state.params))
     assert own.count("leaves") == 4 * n + 1 and own.count("form") == 1  # x, g, m, v; and the state as a list
+    assert own.count("number_of") == 2 and not own.count("restored")  # of the buckets and of the parameters, once

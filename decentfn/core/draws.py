@@ -15,6 +15,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -132,7 +133,6 @@ def torch_draws(t: int, worker: int, part: int = 0) -> Iterator[None]:
     for generator in generators:
         if generator not in context.generators:
             before[generator] = generator.get_state()
-    for generator in generators:
         generator.manual_seed(hashed(base, t, worker, part, 1))  # 1: differs from every key of `worker_seed`
     context.seed, context.generators = base, (*context.generators, *before)
     try:
@@ -220,12 +220,22 @@ _draw_operator = operator(
 _numpy = np.random.MT19937(0)
 
 
+def _waiting_normal(kept: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Read, or write, the normal number that NumPy's generator keeps for its next call; its bits are slow to read."""
+    generator: Any = np.random.mtrand._rand
+    bits, generator._bit_generator = generator._bit_generator, SimpleNamespace(state={"bit_generator": "", "state": {}})
+    try:
+        return generator.get_state(legacy=False) if kept is None else generator.set_state(kept)
+    finally:
+        generator._bit_generator = bits
+
+
 @contextmanager
 def drawing_by(seed: int) -> Iterator[None]:
     """Context in which the CPU generators of torch, NumPy and Python begin from this seed."""
-    # The state of NumPy's generator is slow to write: the batch draws from another, which drops a normal number that waits.
+    # The state of NumPy's generator is slow: the batch draws from another, which drops a normal number that waits.
     own = np.random.get_bit_generator()  # pyright: ignore[reportAttributeAccessIssue]
-    torch_own, kept, before = torch.default_generator.get_state(), np.random.get_state(legacy=False), random.getstate()
+    torch_own, kept, before = torch.default_generator.get_state(), _waiting_normal(), random.getstate()
     torch.default_generator.manual_seed(seed)
     np.random.set_bit_generator(_numpy)  # pyright: ignore[reportAttributeAccessIssue]
     np.random.seed(seed % 2**32)
@@ -236,5 +246,5 @@ def drawing_by(seed: int) -> Iterator[None]:
         torch.default_generator.set_state(torch_own)
         np.random.set_bit_generator(own)  # pyright: ignore[reportAttributeAccessIssue]
         if kept["has_gauss"]:
-            np.random.set_state(kept)
+            _waiting_normal(kept)
         random.setstate(before)

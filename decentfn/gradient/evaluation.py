@@ -140,7 +140,9 @@ def _evaluate(
     try:
         with record_function("decentfn::gradient"):
             e = traced(params, buffers, batch, scale)
-        loss = functorch.all_rows(e.loss, e.loss)[0] if functorch.is_batched(e.loss) else e.loss
+        loss = e.loss
+        while functorch.is_batched(loss):
+            loss = functorch.outside(loss)
         if loss.requires_grad and not (_require_grad((params, buffers)) or _require_grad(batch, functorch.is_wrapped)):
             require_none(ungiven(loss, ()))  # after its gradient
         return e

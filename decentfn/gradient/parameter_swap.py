@@ -164,12 +164,8 @@ def weights(entries: list[Entry], tensors: dict[str, Tensor]) -> Iterator[None]:
 
 def own_by_name(entries: list[Entry]) -> dict[str, Tensor]:
     """Return each tensor by its first name."""
-    own, seen = {}, set()
-    for entry in entries:
-        if id(entry.own) not in seen:
-            seen.add(id(entry.own))
-            own[entry.name] = entry.own
-    return own
+    first = {id(entry.own): entry.name for entry in reversed(entries)}
+    return {entry.name: entry.own for entry in entries if first[id(entry.own)] == entry.name}
 
 
 def attributes_of(loss_fn: Any) -> list[dict[str, Any]]:

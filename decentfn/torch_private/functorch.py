@@ -5,6 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from decentfn.torch_private.names import UNWRAPPED
+
+outside = UNWRAPPED.find() or (lambda x: all_rows(x, x))
+"""Function that returns a batched tensor outside the innermost `vmap`: the values of all workers, the axes in any order."""
+
 
 def is_differentiated(x: Tensor) -> bool:
     """Return True if autograd tracks a tensor, as under `torch.func.grad`."""
@@ -68,7 +73,7 @@ def holds(condition: Tensor) -> bool:
     if torch.compiler.is_dynamo_compiling() or condition.device.type != "cpu":
         return False
     while is_batched(condition):
-        condition = all_rows(condition, condition)
+        condition = outside(condition)
     return type(condition) is Tensor and bool(condition.all() if condition.dim() else condition)
 
 

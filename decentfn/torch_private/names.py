@@ -53,6 +53,11 @@ PYTREE = Private(
     "torch.func takes a training state as a tree",
     "torch.func.vmap and torch.func.grad refuse a state; steps, simulated or compiled, do not change",
 )
+UNWRAPPED = Private(
+    "torch._C._functorch.get_unwrapped",
+    "read a condition of all simulated workers without an operator",
+    "eager simulated steps are slower",
+)
 _OF_BATCHING = (
     "compile a simulation, and a linear layer, for any size of a batch",
     "a step is compiled again for every size of its batches",
@@ -103,16 +108,5 @@ VECTORS = Private(
     "try the CPU's vector instructions again after a damaged cache",
     "a cache whose trial of vector instructions is damaged fails until it is removed",
 )
-NAMES = (
-    PYTREE,
-    BATCHING,
-    DECOMPOSITIONS,
-    *DISPATCH,
-    WEIGHTS,
-    GUARDS,
-    BACKEND,
-    GRAPH_PASS,
-    LOOP_SPLIT,
-    READ_EXPR,
-    VECTORS,
-)
+_OF_STEPS = PYTREE, UNWRAPPED, BATCHING, DECOMPOSITIONS, *DISPATCH, WEIGHTS
+NAMES = *_OF_STEPS, GUARDS, BACKEND, GRAPH_PASS, LOOP_SPLIT, READ_EXPR, VECTORS

@@ -20,7 +20,6 @@ from decentfn.core.buckets import Plan, sum_within_worker
 from decentfn.core.context import context
 from decentfn.core.formatting import brief
 from decentfn.core.trees import PyTree
-from decentfn.engine.simulation import worker
 from decentfn.errors import PeerLost, RunError
 from decentfn.gradient.evaluation import swapping
 from decentfn.gradient.loss import WrappedLoss, is_pair, takes
@@ -82,10 +81,8 @@ def evaluate_replicas(
         `[N]` float64, NaN for the workers of a process without a batch (of this name), or a dict of them; the same on
         every rank.
     """
-    if is_stacked(state):
-        replicas = [worker((to_evaluate(state), state.buffers), i) for i in range(state.params[0].shape[0])]
-    else:
-        replicas = [trees.map(torch.clone, (to_evaluate(state), state.buffers))]
+    given, rows = (to_evaluate(state), state.buffers), range(len(state.params[0])) if is_stacked(state) else [...]
+    replicas = [trees.map(lambda leaf, i=i: leaf[i].clone(), given) for i in rows]
     own = [(x.tree(), buffers) for x, buffers in replicas]
     everyone = _of_workers("evaluate_replicas", metric, own, batches, samples, state.params.plan)
     none = (float("nan"), 1)
@@ -258,8 +255,9 @@ def _size(call: str, samples: _Count | None, batch: Any) -> int:
                 f"{call}(samples): it returned {brief(size)}; a batch's number of samples is an integer >= 0."
             )
         return int(size)
-    batch = trees.plain(batch)
-    sizes = {len(x) for x in trees.leaves(batch) if isinstance(x, torch.Tensor) and x.dim()}
+    is_flat = type(batch) in (list, tuple) and trees.is_flat(batch)
+    its = batch if is_flat else trees.leaves(batch := trees.plain(batch))
+    sizes = {x.size(0) for x in its if isinstance(x, torch.Tensor) and x.dim()}
     if len(sizes) != 1:
         named = [(name, x) for name, x in trees.named_leaves(batch) if isinstance(x, torch.Tensor) and x.dim()]
         shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in named)
@@ -273,7 +271,7 @@ def _size(call: str, samples: _Count | None, batch: Any) -> int:
 
 def _values(call: str, value: Any) -> dict[str, float | Tensor]:
     value = value[0] if is_pair(value) else value
-    values = dict(value) if isinstance(value, Mapping) else {"": value}
+    values = dict(value) if not isinstance(value, Tensor) and isinstance(value, Mapping) else {"": value}
     for name, x in values.items():
         x = torch.as_tensor(x) if isinstance(x, (Tensor, int, float)) else None
         if x is None or x.dim() or x.is_complex() or not isinstance(name, str):

@@ -44,15 +44,17 @@ class Row(NamedTuple):
 
     topology: Topology
     t: Tensor  # 0-d int64 on the CPU
+    facts: Tensor  # [5] float64; each is computed where it is read, as few steps read any
     weights: Tensor  # [K+1] float64, own weight first
     mean_weight: Tensor | None  # 0-d float64, weight of the mean over the worker's group; None without groups
-    is_active: Tensor  # 0-d bool, False if the schedule rests
-    worker: Tensor  # 0-d int64, the worker's number
     sources: Tensor  # [K] int64, the sender in each slot; -1: none
-    group: Tensor  # 0-d int64, the number of its group
-    group_size: Tensor  # 0-d int64
-    are_pairs: Tensor  # 0-d bool, True if in each slot two workers hear each other, with the same weight
     given: Tensor  # [K] float64, weights of its messages at the receivers; W[j, i], while `weights` are W[i, j]
+
+    is_active = property(lambda row: row.facts[0] > 0)  # 0-d bool, False if the schedule rests
+    worker = property(lambda row: row.facts[1].to(torch.int64))  # 0-d, the worker's number
+    group = property(lambda row: row.facts[_GROUP].to(torch.int64))  # 0-d, the number of its group
+    group_size = property(lambda row: row.facts[3].to(torch.int64))  # 0-d
+    are_pairs = property(lambda row: row.facts[4] > 0)  # 0-d bool: in each slot two hear each other, with one weight
 
 
 _ROUNDS = 4096  # most rounds that a session keeps
@@ -104,21 +106,8 @@ _FACTS, _GROUP = 5, 2
 def look_up(token: Tensor, topology: Topology, t: Tensor) -> Row:
     """Look up this worker's part of round `t`; `token`, any tensor of its state, has the device and the worker axis."""
     k, row = topology.slots, _look_up(token, topology.handle, t, topology.slots, 0)
-    facts, weights, sources, given = row.split([_FACTS, k + 2, k, k])
-    facts = facts.to(torch.int64)
-    return Row(
-        topology,
-        t,
-        weights=weights[: k + 1],
-        mean_weight=weights[k + 1] if topology.has_groups else None,
-        is_active=facts[0] > 0,
-        worker=facts[1],
-        sources=sources.to(torch.int64),
-        group=facts[_GROUP],
-        group_size=facts[3],
-        are_pairs=facts[4] > 0,
-        given=given,
-    )
+    facts, weights, mean, sources, given = row.split([_FACTS, k + 1, 1, k, k])
+    return Row(topology, t, facts, weights, mean[0] if topology.has_groups else None, sources.to(torch.int64), given)
 
 
 def _look_up_kernel(token: Tensor, handle: Tensor, t: Tensor, slots: int, workers: int) -> Tensor:

@@ -207,7 +207,7 @@ class Buckets:
         views: list[Tensor] = []
         for tensor, bucket in zip(self.tensors, self.plan.buckets, strict=True):
             # Also for a leaf alone in its bucket: the derivative of a split is a new vector, with a vector's strides.
-            pieces = tensor.split([segment.numel for segment in bucket.segments], dim=-1)
+            pieces = tensor.split_with_sizes([segment.numel for segment in bucket.segments], dim=-1)
             is_stacked = tensor.dim() > 1
             views += [
                 segment.leaf(piece) if is_stacked or segment.is_complex else piece.view(segment.shape)

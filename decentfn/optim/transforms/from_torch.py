@@ -81,7 +81,7 @@ def from_torch(
         if not len(params):
             return ()
         plan = adapter.plan(params.plan.number())
-        form = adapter.form(plan, params[0].device)
+        form = adapter.form(plan, plan.number(), params[0].device)
         state = form.first_state(Buckets(params.tensors, plan))
         state = trees.map_nodes(Buckets, lambda node: Buckets(node.tensors, params.plan), state)
         return adapter.state_type(params.plan)(*state) if form.has_modes else state
@@ -138,9 +138,9 @@ class _Adapter:
             optimizer.train()
         return optimizer
 
-    def form(self, plan: Plan, device: torch.device) -> Form:
-        """Return the form of the state for parameters of this plan."""
-        key = plan.number(), device
+    def form(self, plan: Plan, number: int, device: torch.device) -> Form:
+        """Return the form of the state for parameters of this plan, which has this number."""
+        key = number, device
         if torch.compiler.is_dynamo_compiling():
             # By `init` in a step of `df.guard`: no trial steps there, and `df.stack` may have changed the layout.
             same = [form for form in self._forms.values() if form.leaves == leaves_of(plan) and form.device == device]
@@ -254,7 +254,7 @@ class _Adapter:
     def evaluated(self, params: Buckets, state: TorchState, back: bool) -> Buckets:
         """Return the parameters to evaluate, by the method eval of the optimizer; `back`: those to train, by its train."""
         plan = self.plan(params.plan.number())
-        form = self.form(plan, params[0].device)
+        form = self.form(plan, plan.number(), params[0].device)
         state = trees.fill(form.template, [x.clone() for x in trees.leaves(state)])
         new = Buckets([x.clone() for x in params], plan)
         named = named_leaves(plan, new.leaves())
@@ -287,10 +287,11 @@ def _kernel(
     require(context.inputs is None, 'compile(step, mode="reduce-overhead") with df.from_torch', rule)
     adapter, layout = by_handle(handle), by_handle(plan)
     with torch.no_grad():
-        form = adapter.form(layout, params[0].device)
+        form = adapter.form(layout, plan, params[0].device)
         for i in range(workers) if workers else [...]:  # [...] is all of a tensor
             own = trees.fill(form.template, [s[i] for s in state])
-            adapter.step(form, Buckets([g[i] for g in grads], layout), Buckets([b[i] for b in params], layout), own)
+            g, x = ([b[i] for b in of] if workers else of for of in (grads, params))
+            adapter.step(form, Buckets(g, layout), Buckets(x, layout), own)
 
 
 def _over_workers(info: Any, in_dims: Any, *arguments: Any) -> tuple[None, None]:

@@ -123,12 +123,15 @@ class Form:
             trials.append([{k: kind_of(v) for k, v in optimizer.state.get(p, {}).items()} for _, p in named])
         rule = f"{name} keeps other things after later steps than after its first, so no state has room for them."
         require(all(kinds == trials[0] for kinds in trials), CALL, rule)
-        self.names, self.kinds = [leaf for leaf, _ in named], list[dict[str, Kind]]()
+        self.names, self.kinds, self.converted = [leaf for leaf, _ in named], list[dict[str, Kind]](), set[str]()
         for leaf, own in zip(self.names, trials[0], strict=True):
             unknown = [f"a {kind} under {key!r}" for key, kind in own.items() if isinstance(kind, str)]
             rule = f"{name} keeps {' and '.join(unknown)} of {leaf!r}; a state holds plain tensors and numbers. Use another one."
             require(not unknown, CALL, rule)
             self.kinds.append({key: kind for key, kind in own.items() if isinstance(kind, Kind)})
+            self.converted |= {
+                k for k, kind in self.kinds[-1].items() if (kind.type, kind.device) != (Tensor, self.device)
+            }
         shapes = [(tuple(p.shape), p.is_complex()) for _, p in named]
         common = [key for key in self.kinds[0] if self._is_common(key)]
         of_all = {k: [(own[k].shape, own[k].dtype.is_complex) for own in self.kinds] for k in common}
@@ -183,13 +186,15 @@ class Form:
         """Give the optimizer its state: views of this one."""
         for (_, p), kinds, own in zip(named, self.kinds, places, strict=True):
             if own:
-                optimizer.state[p] = {key: kinds[key].restored(own[key]) for key in kinds}
+                optimizer.state[p] = {
+                    k: kind.restored(own[k]) if k in self.converted else own[k] for k, kind in kinds.items()
+                }
         for group, kinds, own in zip(optimizer.param_groups, self.groups, state.groups, strict=True):
             group.update({key: kind.restored(own[key]) for key, kind in kinds.items()})
 
     def take(self, optimizer: Any, named: Named, leaves: list[Tensor], state: TorchState, places: Places) -> None:
         """Write what the optimizer has put elsewhere over the state and the parameters, and count the step."""
-        pairs = [(x, p.data) for x, (_, p) in zip(leaves, named, strict=True)]
+        pairs = [(x, p) for x, (_, p) in zip(leaves, named, strict=True)]
         for (_, p), own in zip(named, places, strict=True):
             its = optimizer.state[p]
             pairs += [(x, its[key]) for key, x in own.items() if its[key] is not x]
