@@ -78,7 +78,7 @@ def adafactor(
     require_scalars("adafactor", learning_rate=learning_rate, weight_decay=weight_decay)
     require(0 <= decay <= 1, "adafactor", "decay is in [0, 1]; 0.8 is the default.", decay=decay)
     require(eps > 0 and clip >= 1, "adafactor", "eps is positive, and clip >= 1.", eps=eps, clip=clip)
-    numbers = Numbers(weight_decay)
+    numbers = Numbers(weight_decay, clip)
 
     def start(x: Tensor) -> tuple[Tensor, ...]:
         zeros = torch.zeros_like(x, dtype=wide(x.dtype))
@@ -102,8 +102,8 @@ def adafactor(
         if not leaves:  # of a mask that takes no leaf
             return grads, state
         rate, k = next_rate(learning_rate, state.rate), (state.count + 1).to(torch.float64)
-        eta, (weight,) = rate.learning_rate, numbers.on(leaves[0])
-        new, largest = once(k**-decay), once(torch.minimum(eta, 1 / torch.sqrt(k)))
+        eta, (weight, most) = rate.learning_rate, numbers.on(leaves[0])
+        new, largest = once(k**-decay), once(torch.minimum(eta, 1.0 / torch.sqrt(k)))
 
         def second(g: Tensor, old: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             w = old[0].dtype
@@ -119,7 +119,7 @@ def adafactor(
                 rows, columns = moments
                 v = rows * columns / torch.clamp(rows.mean(-2, keepdim=True), min=tiny)
             d = g.to(w) / torch.sqrt(torch.clamp(v, min=tiny**2))
-            alpha = torch.clamp(_rms(x.to(w)), min=eps) * largest.to(w) / torch.clamp(_rms(d) / clip, min=1.0)
+            alpha = torch.clamp(_rms(x.to(w)), min=eps) * largest.to(w) / torch.clamp(_rms(d) / most.to(w), min=1.0)
             return (-once(alpha) * d - (eta * weight).to(w) * x.to(w)).to(g.dtype)
 
         moments = trees.map(second, grads, state.second)
