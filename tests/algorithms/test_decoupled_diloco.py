@@ -127,7 +127,7 @@ def test_preconditions_say_what_to_do():
     with pytest.raises(ValueError, match=r"decoupled_diloco\(.*quorum=5\).*there are 4 workers"):
         built(df.decoupled_diloco, quorum=5, **OPTIONS)
     for wrong in (0.9, lambda t: t > 0):
-        with pytest.raises(ValueError, match=r"decoupled_diloco\(arrives=.*\): a function of t and the worker"):
+        with pytest.raises(ValueError, match=r"decoupled_diloco\(arrives=.*\): a function \(t, worker\)"):
             built(df.decoupled_diloco, arrives=wrong, **OPTIONS)
     with pytest.raises(ValueError, match=r"num_fragments=5.*num_fragments <= inner_steps"):
         built(df.decoupled_diloco, inner_steps=4, num_fragments=5)
