@@ -120,9 +120,9 @@ def copies(subject: Subject, *, simulated: bool, **options: Any) -> tuple[list[C
     return *found[1:], new
 
 
-def on_the_cpu(subject: Subject, *, simulated: bool) -> list[str]:
-    """Return the CPU operations and device copies in the step's traced graph, without this library's operators."""
-    step, state, batch = on_another_device(subject, simulated=simulated)
+def on_the_cpu(subject: Subject, *, simulated: bool, **options: Any) -> list[str]:
+    """Return the CPU operations and device copies in the step's traced graph, without this library's operators; as `copies`."""
+    step, state, batch = on_another_device(subject, simulated=simulated, **options)
     template = trees.enumerate_leaves(state)
 
     def run(leaves: list[Tensor], batch: Any, t: Tensor) -> list[Tensor]:

@@ -35,14 +35,34 @@ def test_a_traced_step_computes_nothing_on_another_device(row):
     subject = contract.ROWS[row]
     random = replace(subject, topology=lambda n: df.topology("random-matching", n))
     for simulated in (False, True):
-        if simulated and row == "decoupled_diloco, Adam":
-            continue  # simulated, the outer Adam corrects its moments by numbers on the CPU
         assert devices.on_the_cpu(subject, simulated=simulated) == []
         try:
             random.build()
         except ValueError:  # it needs a static graph
             continue
         assert devices.on_the_cpu(random, simulated=simulated) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "adafactor",
+        "adagrad",
+        "adam",
+        "adamw",
+        "lamb",
+        "lion",
+        "nadam",
+        "radam",
+        "rmsprop",
+        "schedule_free_adamw",
+        "sgd",
+    ],
+)
+def test_an_optimizer_computes_nothing_on_another_device(name):
+    """Simulated, its count is a vector of all workers: vmap casts a Python number beside one on the CPU, where the dtypes differ."""
+    optimizer = getattr(df.transforms, name)(df.schedules.warmup_cosine(0.1, 10, 100))
+    assert devices.on_the_cpu(contract.ROWS["all_reduce"], simulated=True, optimizer=optimizer) == []
 
 
 def test_the_gradient_by_autograd_waits_for_nothing_and_copies_nothing():

@@ -17,9 +17,9 @@ NARROW = {"rtol": 0.02, "atol": 0.02}
 """Of the tests' sixteen-bit leaves, whose last place is 1/128."""
 
 
-def made(name):
+def made(name, **options):
     subject = ROWS[name]
-    algorithm = subject.build(loss_fn=problem.loss_fn)
+    algorithm = subject.build(loss_fn=problem.loss_fn, **options)
     state = subject.start(algorithm, range(subject.num_workers), stacked=True)
     return df.simulate(algorithm.step, subject.num_workers), state
 
@@ -47,9 +47,15 @@ def test_every_algorithm_is_the_same_leaf_by_leaf(name):
     assert_close((mine, its), (state, metrics))
 
 
-@pytest.mark.parametrize("name", ["choco_sgd", "sparta", "streaming_diloco", "diloco, 4 bits"])
-def test_what_is_chosen_or_compressed_in_a_bucket_is_not_taken_apart(name):
-    step, state = made(name)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, {}) for name in ("choco_sgd", "sparta", "streaming_diloco", "diloco, 4 bits")),
+        ("slowmo", {"compressor": df.compressors.quantize(4)}),
+    ],
+)
+def test_what_is_chosen_or_compressed_in_a_bucket_is_not_taken_apart(name, options):
+    step, state = made(name, **options)
     assert not step.by_leaf
     assert len(Layout(state, step.by_leaf).template.params) == len(state.params)
 

@@ -97,15 +97,13 @@ def decoupled_diloco(
     n, worker = topology.num_workers, kit.Worker(loss_fn, optimizer, topology, **options)
     kit.require_whole("decoupled_diloco", quorum=quorum)
     require(quorum <= n, "decoupled_diloco", f"there are {n} workers; take a smaller quorum.", quorum=quorum)
-    is_function = arrives is None or (callable(arrives) and takes(arrives, 2))
-    require(is_function, "decoupled_diloco", "a function of t and the worker.", arrives=arrives)
+    require(arrives is None or takes(arrives, 2), "decoupled_diloco", "a function (t, worker).", arrives=arrives)
     outer_optimizer = nesterov("decoupled_diloco", outer_learning_rate, outer_momentum, outer_optimizer)
     feedback = compressor, error_decay, worker, options, True
     loop = Fragments("decoupled_diloco", num_fragments, inner_steps, outer_optimizer, *feedback)
 
     def start(x: kit.Buckets) -> Memory:
-        none = no_weight(x, num_fragments)
-        return Memory(kit.copy_wide(x), loop.init(x), none, torch.zeros_like(none), loop.start(x))
+        return Memory(kit.copy_wide(x), loop.init(x), no_weight(x, loop.count), no_weight(x, loop.count), loop.start(x))
 
     def count(memory: Memory, weight: Tensor | None) -> Memory:
         now = torch.ones_like(memory.tokens[0]) if weight is None else weight.to(memory.tokens.dtype)
@@ -115,9 +113,8 @@ def decoupled_diloco(
         phi, b, *counts, error = memory
         is_here = True if arrives is None else arrives(*step_and_worker(memory.steps, worker.everyone, t))
         tokens, steps = (x * is_here for x in counts)
-        own = torch.stack([tokens**2 / steps.clamp(min=1), (steps > 0).to(steps.dtype)], 1)
-        sent, takes_part, share_trained = loop.weighted(progress(phi, theta), own, t)
-        merges = loop.turn(phi, loop.launches, t) & (share_trained > (quorum - 0.5) / n)
+        sent, takes_part, trained = loop.weighted(progress(phi, theta), tokens**2 / steps.clamp(min=1), steps > 0, t)
+        merges = loop.turn(phi, loop.launches, t) & (trained > (quorum - 0.5) / n)
         mine = merges & is_here
         delta, error = loop.post(phi, sent, error, t, merges & takes_part)[1]()
         phi, b, _ = loop.step(merges, phi, b, delta)

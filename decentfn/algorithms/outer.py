@@ -323,12 +323,12 @@ class Fragments(Feedback):
         slices = [[due.expand(piece.shape) for piece in fragment] for due, fragment in pairs]
         return self.join(slices, like.plan)
 
-    def weighted(self, x: kit.Buckets, own: Tensor, t: Tensor) -> tuple[kit.Buckets, Tensor, Tensor]:
-        """Return `x w / mean_j w_j` of each fragment, where w is not 0, and the mean of a second number, [P].
+    def weighted(self, x: kit.Buckets, w: Tensor, counts: Tensor, t: Tensor) -> tuple[kit.Buckets, Tensor, Tensor]:
+        """Return `x w / mean_j w_j` of each fragment, where w is not 0; and the share of the workers that count, [P].
 
-        `own` are a worker's w and that number, [P, 2], which are exchanged in a fragment's round; all wait for them.
+        `w` and `counts`, [P] bool, are this worker's, which are exchanged in a fragment's round; all wait for them.
         """
-        shares, means = [], []
+        shares, means, own = [], [], torch.stack([w, counts.to(w.dtype)], 1)
         for pieces, numbers, schedule in zip(self.split(list(x)), own, self.launches, strict=True):
             numbers = gossip.beside(pieces, numbers)
             weight, mean = gossip.mean(loose([numbers]), schedule, t)[0].unbind()

@@ -64,7 +64,7 @@ def constant(value: float) -> Schedule:
     >>> constant(0.1)(torch.tensor(7))
     tensor(0.1000, dtype=torch.float64)
     """
-    return _schedule(lambda u, value: 0 * u + value, value)
+    return _schedule(lambda u, value: 0.0 * u + value, value)
 
 
 def per_run(values: Sequence[float]) -> Schedule:
@@ -86,7 +86,7 @@ def per_run(values: Sequence[float]) -> Schedule:
         number, runs = context.runs[-1] if context.runs else (torch.zeros((), dtype=torch.int64, device=u.device), 0)
         if runs not in (0, len(values)):
             raise ValueError(f"per_run({brief(values)}): {len(values)} values, and the sweep has {runs} runs.")
-        return 0 * u + torch.stack(table).index_select(0, number.view(1))[0]
+        return 0.0 * u + torch.stack(table).index_select(0, number.view(1))[0]
 
     return _schedule(value, *map(float, values))
 
@@ -115,7 +115,7 @@ def cosine(start: float, steps: int, end: float = 0.0) -> Schedule:
     """
 
     def value(u: Tensor, start: Tensor, end: Tensor, steps: Tensor) -> Tensor:
-        return end + (start - end) * (1 + torch.cos(math.pi * _fraction(u, steps))) / 2
+        return end + (start - end) * (1.0 + torch.cos(math.pi * _fraction(u, steps))) / 2.0
 
     return _schedule(value, start, end, steps)
 
@@ -236,7 +236,7 @@ def piecewise_constant(start: float, factors: Mapping[int, float]) -> Schedule:
         _require_number("piecewise_constant", "factor", factor)
 
     def value(u: Tensor, start: Tensor, *rest: Tensor) -> Tensor:
-        found = 0 * u + start
+        found = 0.0 * u + start
         for boundary, factor in zip(rest[: len(rest) // 2], rest[len(rest) // 2 :], strict=True):
             found = torch.where(u < boundary, found, found * factor)
         return found

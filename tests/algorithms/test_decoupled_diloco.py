@@ -127,7 +127,19 @@ def test_preconditions_say_what_to_do():
     with pytest.raises(ValueError, match=r"decoupled_diloco\(.*quorum=5\).*there are 4 workers"):
         built(df.decoupled_diloco, quorum=5, **OPTIONS)
     for wrong in (0.9, lambda t: t > 0):
-        with pytest.raises(ValueError, match=r"decoupled_diloco\(arrives=.*\): a function of t and the worker"):
+        with pytest.raises(ValueError, match=r"decoupled_diloco\(arrives=.*\): a function \(t, worker\)"):
             built(df.decoupled_diloco, arrives=wrong, **OPTIONS)
     with pytest.raises(ValueError, match=r"num_fragments=5.*num_fragments <= inner_steps"):
         built(df.decoupled_diloco, inner_steps=4, num_fragments=5)
+
+
+def test_a_late_worker_whose_parameters_are_no_numbers_moves_nobody_else():
+    """It has the weight 0, and 0 times infinity is no number."""
+    options = {"arrives": lambda t, worker: worker != 0, "inner_steps": 2, "num_fragments": 1}
+    built = df.decoupled_diloco(lambda x, b: (b * x).sum(), df.sgd(0.1), df.topology("complete", 3), **options)
+    state, step = df.stack(built.init(torch.ones(4)), 3), df.simulate(built.step, 3)
+    for t in range(4):
+        state, _ = step(state, torch.tensor([[torch.inf], [1.0], [3.0]]), t)
+    found = df.params(state)
+    assert not found[0].isfinite().any() and found[1:].isfinite().all() and (found[1:] < 1).all()
+    assert torch.equal(state.memory.phi[0], state.memory.phi[0][:1].expand(3, 4))

@@ -427,6 +427,33 @@ def test_a_narrow_wire_rounds_what_was_learned_and_not_the_parameters(algorithm)
     np.testing.assert_array_equal(outer, np.repeat(outer[:1], N, 0))
 
 
+NO_MOMENTUM = {
+    "diloco": {"outer_momentum": 0.0},
+    "slowmo": {"beta": 0.0, "alpha": 0.7},
+    "noloco": {"alpha": 0.0},
+    "gasloc": {"outer_momentum": 0.0},
+    "streaming_diloco": {"outer_momentum": 0.0, "num_fragments": 1, "alpha": 0.0},
+    "decoupled_diloco": {"outer_momentum": 0.0, "num_fragments": 1},
+}
+
+
+@pytest.mark.parametrize("name", NO_MOMENTUM)
+def test_what_16_bits_round_of_the_outer_parameters_is_no_progress(name):
+    """After a round with a gradient they lie between two bfloat16 numbers, and rounds without one leave them there."""
+
+    def loss(x, batch):
+        return (batch * x.float()).sum()
+
+    built = getattr(df, name)(loss, sgd(0.1), df.topology("complete", 2), inner_steps=2, **NO_MOMENTUM[name])
+    state, step = df.stack(built.init(torch.linspace(1, 2, 7, dtype=torch.bfloat16)), 2), df.simulate(built.step, 2)
+    found = []
+    for t in range(8):
+        state, _ = step(state, torch.full((2, 1), 0.37 * (t < 2)), t)
+        found.append(state.memory[0][0].clone())
+    assert (found[3] != found[3].bfloat16()).any()
+    assert torch.equal(found[-1], found[3])
+
+
 @algorithms
 def test_preconditions_say_what_to_do(algorithm):
     p, name = problem(4), algorithm.__name__

@@ -105,8 +105,8 @@ def test_a_guarded_mean_leaves_a_bad_workers_own_as_it_is_and_moves_the_rest_of_
     df.check_replicas(train("all_reduce", shared=OUT, **how)[1])
 
 
-@pytest.mark.parametrize("row", ["all_reduce", "diloco"])
-def test_a_worker_without_weight_is_left_out_with_its_own_too(row):
+@pytest.mark.parametrize(("row", "lone"), [("all_reduce", None), ("diloco", None), ("decoupled_diloco", OUT)])
+def test_a_worker_without_weight_is_left_out_with_its_own_too(row, lone):
     def batch_of(worker, t, choose):
         targets, weight = batch(worker, t, choose)
         return targets, weight * (2.0 if worker == 0 and t in (2, 3) else 1.0)
@@ -114,7 +114,18 @@ def test_a_worker_without_weight_is_left_out_with_its_own_too(row):
     def loss_fn(params, batch):
         return problem.loss_fn(params, batch)[0], (batch[1] == 1).sum()
 
-    assert_parted(row, None, batch=batch_of, loss_fn=loss_fn, weight=lambda tokens: tokens)
+    assert_parted(row, lone, batch=batch_of, loss_fn=loss_fn, weight=lambda tokens: tokens)
+
+
+@pytest.mark.parametrize(
+    "options", [{"wire_dtype": torch.bfloat16}, {"compressor": df.compressors.quantize(8)}], ids=["wire", "compressor"]
+)
+@pytest.mark.parametrize("row", ["diloco", "streaming_diloco", "decoupled_diloco", "noloco"])
+def test_neither_a_wire_nor_a_compressor_rounds_what_is_left_out(row, options):
+    found = df.params(train(row, shared=OUT, **options)[1])
+    for i in range(N):
+        lone = df.params(train(row, (i,), shared=OUT)[1])
+        assert_equal(leaves(trees.map(lambda x, i=i: x[i : i + 1], found), are_out=True), leaves(lone, are_out=True))
 
 
 @pytest.mark.thorough

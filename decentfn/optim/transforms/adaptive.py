@@ -181,10 +181,10 @@ def nadam(
     def update(grads: Buckets, state: NadamState, params: Buckets) -> tuple[Buckets, NadamState]:
         adam = moments(grads, state.adam, b1, b2)
         k = adam.count.to(torch.float64)
-        mu, after = (b1 * (1 - 0.5 * 0.96 ** (j * momentum_decay)) for j in (k, k + 1))
+        mu, after = (b1 * (1 - 0.5 * 0.96 ** (j * momentum_decay)) for j in (k, k + 1.0))
         product = once(state.product * mu)
         of_g, of_m = once((1 - mu) / (1 - product)), once(after / (1 - product * after))
-        correction = once(1 / torch.sqrt(1 - b2**k))
+        correction = once(1.0 / torch.sqrt(1 - b2**k))
 
         def one(g: Tensor, m: Tensor, v: Tensor) -> Tensor:
             w = v.dtype
@@ -217,10 +217,10 @@ def radam(
         adam = moments(grads, state, b1, b2)
         k = adam.count.to(torch.float64)
         known = 1 - b2**k
-        rho = limit - 2 * k * b2**k / known
+        rho = limit - 2.0 * k * b2**k / known
         is_rectified, safe = once(rho > 5), torch.clamp(rho, min=5.0)
-        r = torch.sqrt((safe - 4) * (safe - 2) * limit / ((limit - 4) * (limit - 2) * safe))
-        correction, factor = once(1 / (1 - b1**k)), once(r * torch.sqrt(known))
+        r = torch.sqrt((safe - 4.0) * (safe - 2.0) * limit / ((limit - 4) * (limit - 2) * safe))
+        correction, factor = once(1.0 / (1 - b1**k)), once(r * torch.sqrt(known))
 
         def one(g: Tensor, m: Tensor, v: Tensor) -> Tensor:
             scale = torch.where(is_rectified, factor.to(v.dtype) / (torch.sqrt(v) + eps), torch.ones_like(v))
@@ -262,8 +262,8 @@ def schedule_free_adamw(
         largest = torch.maximum(state.largest, eta)
         weights = state.weights + largest**2
         c = once(torch.where(weights > 0, largest**2 / weights, torch.zeros_like(weights)))
-        correction = once(1 / torch.sqrt(1 - b2 ** count.to(torch.float64)))
-        of_d = once(eta * (b1 * (1 - c) - 1))
+        correction = once(1.0 / torch.sqrt(1 - b2 ** count.to(torch.float64)))
+        of_d = once(eta * (b1 * (1 - c) - 1.0))
         nu = each(lambda v, g: torch.addcmul(b2 * v, g.to(v.dtype), g.to(v.dtype), value=1 - b2), state.nu, grads)
 
         def direction(v: Tensor, g: Tensor, y: Tensor) -> Tensor:

@@ -208,8 +208,9 @@ def scale_by_accum_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, a
 
 
 def _direction(grads: Buckets, mu: Buckets, nu: Buckets, k: Tensor, b1: float, b2: float, eps: float) -> Buckets:
-    correction1 = once(1 / (1 - b1 ** k.to(torch.float64)))
-    correction2 = once(1 / torch.sqrt(1 - b2 ** k.to(torch.float64)))
+    # 1.0, as 1 is of another dtype: vmap would cast it on the CPU.
+    correction1 = once(1.0 / (1 - b1 ** k.to(torch.float64)))
+    correction2 = once(1.0 / torch.sqrt(1 - b2 ** k.to(torch.float64)))
 
     def one(g: Tensor, m: Tensor, v: Tensor) -> Tensor:
         root = (torch.sqrt(v) * correction2.to(v.dtype)).add_(eps)

@@ -74,7 +74,7 @@ def adafactor(
         ValueError: from `init`, a complex leaf, or a worker of several processes.
     Source: Shazeer and Stern, ICML 2018; torch.optim.Adafactor.
     """
-    numbers = Numbers(weight_decay)
+    numbers = Numbers(weight_decay, clip)
 
     def start(x: Tensor) -> tuple[Tensor, ...]:
         zeros = torch.zeros_like(x, dtype=wide(x.dtype))
@@ -98,8 +98,8 @@ def adafactor(
         if not leaves:  # of a mask that takes no leaf
             return grads, state
         rate, k = next_rate(learning_rate, state.rate), (state.count + 1).to(torch.float64)
-        eta, (weight,) = rate.learning_rate, numbers.on(leaves[0])
-        new, largest = once(k**-decay), once(torch.minimum(eta, 1 / torch.sqrt(k)))
+        eta, (weight, most) = rate.learning_rate, numbers.on(leaves[0])
+        new, largest = once(k**-decay), once(torch.minimum(eta, 1.0 / torch.sqrt(k)))
 
         def second(g: Tensor, old: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             w = old[0].dtype
@@ -115,7 +115,7 @@ def adafactor(
                 rows, columns = moments
                 v = rows * columns / torch.clamp(rows.mean(-2, keepdim=True), min=tiny)
             d = g.to(w) / torch.sqrt(torch.clamp(v, min=tiny**2))
-            alpha = torch.clamp(_rms(x.to(w)), min=eps) * largest.to(w) / torch.clamp(_rms(d) / clip, min=1.0)
+            alpha = torch.clamp(_rms(x.to(w)), min=eps) * largest.to(w) / torch.clamp(_rms(d) / most.to(w), min=1.0)
             return (-once(alpha) * d - (eta * weight).to(w) * x.to(w)).to(g.dtype)
 
         moments = trees.map(second, grads, state.second)
