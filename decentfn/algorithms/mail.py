@@ -89,7 +89,7 @@ class Mail:
     @staticmethod
     def _unless_bad(z: kit.Buckets, w: Tensor) -> tuple[kit.Buckets, Tensor]:
         """Return both, or zeros if a guarded step finds that one is bad: without mass, z counts for nothing."""
-        *values, w = kit.unless_bad(loose([*z, w[None]]), lambda: kit.each(torch.zeros_like, loose([*z, w[None]])))
+        *values, w = kit.unless_bad(loose([*z, w[None]]))
         return kit.Buckets(values, z.plan), w[0]
 
     def algorithm(
