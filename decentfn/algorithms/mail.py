@@ -111,7 +111,7 @@ class Mail:
 
         def init(params: kit.PyTree, buffers: kit.PyTree = None) -> kit.State:
             state = made.init(params, buffers)
-            collectives.open_mailbox(self._schedule, self._sent(state.params))
+            collectives.open_mailbox(self._schedule, self._sent(state.params), state.params)
             return state
 
         return made._replace(init=init)
