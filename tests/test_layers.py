@@ -97,14 +97,13 @@ def test_no_circle_leads_from_a_file_to_itself():
 
 PYTHON = re.compile(
     r"^__(annotations|cause|closure|code|context|dict|func|globals|main|members|metadata|module|mro|name|qualname|rmod|self|"
-    r"torch_function|torch_dispatch|traceback|version|wrapped|setattr|getattr|init|new|class|doc)__$"
+    r"torch_function|torch_dispatch|traceback|version|weakref|wrapped|setattr|getattr|init|new|class|doc)__$"
 )
 PRIVATE = {
     "gradient/backward.py": {"_is_view", "_version"},
     "gradient/gradient_checks.py": {"_parameters"},
     "gradient/parameter_swap.py": {"_parameters"},
     "gradient/module.py": {"_backward_hooks", "_parameters", "_post_accumulate_grad_hooks"},
-    "optim/transforms/from_torch.py": {"_version"},
     "optim/transforms/torch_form.py": {"_allgather_base_", "_reduce_scatter_base_", "_version"},
     "sharded/modules.py": {"_orig_mod"},
     "core/trees.py": {"__GLOBAL_NAMESPACE"},

@@ -93,7 +93,7 @@ def asynchronous_diloco(
         theta = kit.add(phi, d)
         g, local = worker.gradient(theta, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, theta)
-        d = kit.unless_bad(kit.add(d, u), lambda: kit.each(torch.zeros_like, d))
+        d = kit.unless_bad(kit.add(d, u))
         before = phi
         if not kit.rests(schedule):
             phi, letters = mail.take(phi, letters, t, late=True)

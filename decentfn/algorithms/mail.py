@@ -89,7 +89,7 @@ class Mail:
     @staticmethod
     def _unless_bad(z: kit.Buckets, w: Tensor) -> tuple[kit.Buckets, Tensor]:
         """Return both, or zeros if a guarded step finds that one is bad: without mass, z counts for nothing."""
-        *values, w = kit.unless_bad(loose([*z, w[None]]), lambda: kit.each(torch.zeros_like, loose([*z, w[None]])))
+        *values, w = kit.unless_bad(loose([*z, w[None]]))
         return kit.Buckets(values, z.plan), w[0]
 
     def algorithm(
@@ -111,7 +111,7 @@ class Mail:
 
         def init(params: kit.PyTree, buffers: kit.PyTree = None) -> kit.State:
             state = made.init(params, buffers)
-            collectives.open_mailbox(self._schedule, self._sent(state.params))
+            collectives.open_mailbox(self._schedule, self._sent(state.params), state.params)
             return state
 
         return made._replace(init=init)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
+from decentfn.comm import gossip
 from decentfn.topologies import later
 
 
@@ -72,8 +73,7 @@ def push_diging(
         ay = kit.collect(y_posted, after=gradient.grads)
         y = kit.each(lambda ay, new, old: ay + new - old, ay, g_new, g)
         update, local = worker.update(kit.cast_like(y, x), gradient, local, x)
-        u_and_v = kit.pack(kit.add(kit.scale(x, v), update), v)
-        u, v = kit.unpack(worker.mix(u_and_v, t), x.plan)
+        u, v = kit.unpack(worker.mix(gossip.moved(x, v, update), t), x.plan)
         x = kit.with_own(kit.divide(u, v), kit.add(x, update))
         return kit.State(x, local, Memory(v, y, g_new)), gradient.metrics
 

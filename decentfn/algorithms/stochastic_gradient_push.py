@@ -111,9 +111,7 @@ def stochastic_gradient_push(
 
         g, local = worker.gradient(z, state.local, batch, t, after=late)
         u, local = worker.update(g.grads, g, local, z)
-        # Drop bad mass together with its weight.
-        x_and_w = kit.pack(kit.add(kit.scale(z, w), u), w)
-        x_and_w = kit.unless_bad(x_and_w, lambda: kit.each(torch.zeros_like, x_and_w))
+        x_and_w = kit.unless_bad(gossip.moved(z, w, u))  # bad mass is dropped together with its weight
 
         if not late:
             for this in schedule:

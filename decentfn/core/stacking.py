@@ -36,16 +36,18 @@ def batches_of(batch: PyTree, num_workers: int) -> list[PyTree]:
 
 def _rows(leaf: Any) -> int | None:
     """Return the length of the first axis of a tensor, or a TensorDict or another class like it; None if there is none."""
-    return next(iter(getattr(leaf, "shape", ())), None) if hasattr(type(leaf), "__torch_function__") else None
+    is_tensor = hasattr(type(leaf), "__torch_function__") and not getattr(leaf, "is_nested", False)
+    return next(iter(getattr(leaf, "shape", ())), None) if is_tensor else None
 
 
 def require_first(what: str, tree: PyTree, size: int, call: str, rows: str, way_out: str) -> None:
     """Raise ValueError, from `call`, unless the first axis of every leaf of the tree (`what`) is that of these `rows`."""
     for index, leaf in enumerate(trees.leaves(tree)):
-        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or leaf.shape[0] != size:
+        if not isinstance(leaf, torch.Tensor) or leaf.is_nested or leaf.dim() == 0 or leaf.shape[0] != size:
             name = trees.named_leaves(tree)[index][0]  # Dynamo cannot trace optree's names through a dict
             place = f"leaf {name!r} of the {what}" if name else f"the {what}"
-            shape = list(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+            shape = "nested" if getattr(leaf, "is_nested", False) else type(leaf).__name__
+            shape = list(leaf.shape) if isinstance(leaf, torch.Tensor) and not leaf.is_nested else shape
             if isinstance(leaf, numpy.ndarray):
                 way_out = "tensors are stacked, not NumPy arrays; torch.utils.data.default_convert(batch) makes them"
             raise ValueError(f"{call}: {place} is {shape}; its first axis must be the {size} {rows}: {way_out}.")

@@ -78,7 +78,7 @@ def require_module_unchanged(call: str, loss_fn: LossFn, params: PyTree, buffers
 
 
 def require_batch(loss_fn: LossFn, batch: PyTree) -> None:
-    """Raise ValueError unless the batch is of the kind that the loss unpacks, if the loss declares one."""
+    """Raise ValueError unless the batch is of the kind that the loss unpacks, if it declares one, and can be traced."""
     if isinstance(batch, SideChannel):
         return  # checked before it entered the side channel
     inner, around = unwrapped(loss_fn)
@@ -86,6 +86,13 @@ def require_batch(loss_fn: LossFn, batch: PyTree) -> None:
         batch = separate(batch)[0]
     if (own := getattr(inner, "require_batch", None)) is not None:
         own(batch)
+    if ByAutograd not in around and any(
+        isinstance(x, Tensor) and x.is_nested and x.layout == torch.strided for x in trees.leaves(batch)
+    ):
+        raise ValueError(
+            "step(state, batch, t): the batch has a nested tensor of layout torch.strided, which torch.func cannot trace; "
+            "pad it, torch.nested.to_padded_tensor(x, 0.0), or let autograd take the gradient, df.autograd(loss_fn)."
+        )
 
 
 def tell_of_batch(error: Exception, loss_fn: LossFn | None, batch: PyTree) -> None:

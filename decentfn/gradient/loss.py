@@ -195,7 +195,8 @@ def require_graph(loss: Tensor) -> None:
         raise ValueError(
             "loss_fn: the loss does not depend on the parameters that it was given, so nothing would be trained; compute it "
             "from `params` (torch.func.functional_call(module, params, ...), or df.functional) with torch operations, without "
-            "NumPy, .item() or .detach(), and not under torch.no_grad. To mix without training, multiply a loss by 0."
+            "NumPy, .item() or .detach(), and not under torch.no_grad, nor the step under torch.inference_mode. To mix without "
+            "training, multiply a loss by 0."
         )
 
 

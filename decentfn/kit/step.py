@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -33,8 +32,6 @@ class Applied(NamedTuple):
     """Number of workers simulated, or of runs swept."""
 
 
-MAIL_IS_ELSEWHERE = sys.maxsize
-"""`taken_at` of parameters whose mail is in another state: the one that a step of a rank, or `df.settle`, has returned."""
 _OF_STEPS = ("compile", "donate", "sweep", "simulate")
 
 
@@ -81,7 +78,9 @@ class Step:
     """True if each worker takes its own steps, and `t` is not the same on all."""
     arrivals: Replay | None = field(default=None, repr=False)
     """What each simulated worker takes and sends in each step, if not all step at once."""
-    _known: WeakValueDictionary[Any, Plan] = field(default_factory=WeakValueDictionary, init=False, repr=False)
+    _known: weakref.WeakValueDictionary[Any, Plan] = field(
+        default_factory=weakref.WeakValueDictionary, init=False, repr=False
+    )
     """Plans of the checked states, by plan id, number of bucket dimensions and structure."""
     _has_warned: list[bool] = field(default_factory=list, init=False, repr=False)
     """Not empty after a warning of steps that were left out."""
@@ -163,21 +162,23 @@ class Step:
             if self._donates and isinstance(x, Buckets):
                 x.taken_at = number  # even if an error follows
             elif self.own_steps and isinstance(x, Buckets) and here.mailbox is not None:
-                x.taken_at = MAIL_IS_ELSEWHERE
+                x.taken_at = collectives.MAIL_IS_ELSEWHERE
         if self.watch is not None:
             self.watch(result[0], t, self._donates)
         if isinstance(x, Buckets):
             new = x if self._donates or not isinstance(result, tuple) else getattr(result[0], "params", x)
             if isinstance(new, Buckets) and (self._donates or new is not x):
                 new.taken_at = number
+                if here.mailbox is not None and self.own_steps:
+                    here.mailbox.owner = weakref.ref(new)
         return result
 
     def _require_next(self, t: int, last: int) -> None:
         """Raise ValueError if step `t` does not follow the step whose result the state is; warn of a gap, once."""
-        if last == MAIL_IS_ELSEWHERE:
+        if last == collectives.MAIL_IS_ELSEWHERE:
             raise ValueError(
-                f"step(state, batch, t={t}): mail is taken once, and that of this state is in the one that its step, or df.settle(state), "
-                "has returned; go on with that one, state, metrics = step(state, batch, t)."
+                f"step(state, batch, t={t}): mail is taken once, and that of this state is in the one that its step, df.settle(state), or a "
+                "later init(params) has returned; go on with that one, state, metrics = step(state, batch, t)."
             )
         if t <= last:
             raise ValueError(
@@ -185,6 +186,12 @@ class Step:
                 "outer steps and random draws follow t, which counts on over all epochs: `for t, batch in "
                 "df.data.epochs(loader, num_epochs): ...`, after a restart with start=, the step that df.checkpoint.restore "
                 "returned. To repeat a step, pass the state from before it, or a copy; init starts a new run."
+            )
+        if self.arrivals is not None:
+            i, s = self.arrivals.trace.levels[last + 1][0]
+            raise ValueError(
+                f"step(state, batch, t={t}) after step t={last}: a replay takes all levels of the trace in order, and worker {i}'s own "
+                f"step {s} is in level {last + 1}; go on with t={last + 1}."
             )
         if not self._has_warned:
             self._has_warned.append(True)

@@ -20,6 +20,9 @@ from decentfn.train import logs
 _POINTS, _BARS = 60_000, 1200
 """Most points of the curves of losses, and steps in a timeline, which a browser draws in a second or two."""
 _MARKS = {"restart": "x", "lost": "triangle-down", "joined": "triangle-up", "checkpoint": "diamond-open"}
+_NAME, _REAL = (int, str), (int, float)
+_LINKS = "links", "[from, to, bytes, is_inside]", (_NAME, _NAME, _REAL, int)
+_WAITED = "waited", "[who, for whom, seconds]", (_NAME, (*_NAME, type(None)), _REAL)
 _CLEAR: Any = {"paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)", "template": "none"}
 _STYLE = """
 :root {color-scheme: light dark; --ink: #222; --paper: #fff; --grid: #ddd}
@@ -89,12 +92,12 @@ def _run(path: Path) -> _Run:
     require(bool(rows), f"report {path}", "no line has a step and a loss; df.logs.JSONLines.record writes such lines.")
     try:
         each = [_losses(line) for line in rows]
-        if not (workers := sorted({i for own in each for i in own})):
+        if not (workers := _in_order({i for own in each for i in own})):
             raise ValueError("no worker has a loss")
         losses = np.array([[own.get(i, np.nan) for i in workers] for own in each])
         columns = ("loss", "consensus_distance", "step", "seconds", "bytes_sent")
         loss, distance, steps, seconds, planned = np.array([[_number(row.get(x)) for row in rows] for x in columns])
-        sent = np.cumsum([sum(x[2] for x in row.get("links") or ()) for row in rows]) / len(workers)
+        sent = np.cumsum([sum(x[2] for x in _entries(row, _LINKS)) for row in rows]) / len(workers)
         axes = {"steps": steps, "seconds": seconds, "MB sent by a worker": (sent if sent[-1] else planned) / 1e6}
         for k, (before, after) in enumerate(pairwise(rows), start=1):
             at, had, has = f"before step {after['step']}", set(each[k - 1]), set(each[k])
@@ -108,11 +111,11 @@ def _run(path: Path) -> _Run:
             marks.setdefault("checkpoint", []).append((row, f"after step {step}"))
         links, waited = Counter[tuple[Any, Any, bool]](), Counter[tuple[Any, Any]]()
         for line in rows:
-            for i, j, nbytes, is_inside in line.get("links") or ():
+            for i, j, nbytes, is_inside in _entries(line, _LINKS):
                 links[i, j, is_inside] += nbytes
-            for i, j, x in line.get("waited") or ():
+            for i, j, x in _entries(line, _WAITED):
                 waited[i, j] += x
-        processes = sorted({i for i, _ in waited} | {i for *ends, _ in links for i in ends})
+        processes = _in_order({i for i, _ in waited} | {i for *ends, _ in links for i in ends})
         told = [line["config"] for line in lines if "step" not in line and "config" in line]
         named = [config if isinstance(config, dict) else {"": config} for config in told]
         settings = {key: str(x) for config in named for key, x in config.items()}
@@ -125,7 +128,24 @@ def _run(path: Path) -> _Run:
 def _losses(line: dict[str, Any]) -> dict[Any, float]:
     x = line.get("losses", line["loss"])
     values = [_number(one) for one in (x if isinstance(x, list) else [x])]
-    return dict(zip(line.get("workers", range(len(values))), values, strict=True))
+    workers = line.get("workers", [*range(len(values))])
+    if not isinstance(workers, list) or len(workers) != len(values) or not all(isinstance(i, _NAME) for i in workers):
+        raise ValueError(f"workers={brief(workers)} for the losses {brief(x)}, expected the number or name of each")
+    return dict(zip(workers, values, strict=True))
+
+
+def _entries(line: dict[str, Any], form: tuple[str, str, tuple[Any, ...]]) -> list[Any]:
+    name, said, kinds = form
+    rows = line.get(name) or []
+    if not isinstance(rows, list) or not all(
+        isinstance(row, list) and len(row) == len(kinds) and all(map(isinstance, row, kinds)) for row in rows
+    ):
+        raise ValueError(f"{name}={brief(rows)}, expected rows {said}")
+    return rows
+
+
+def _in_order(names: set[Any]) -> list[Any]:
+    return sorted(names, key=lambda i: (isinstance(i, str), i))
 
 
 def _number(x: Any) -> float:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from decentfn.comm import collectives
-from decentfn.core import at_least, brief
+from decentfn.core import at_least, brief, require
 from decentfn.kit.state import Metrics
 from decentfn.train.checkpoint import files
 from decentfn.train.collective_calls import make_directory, on_first, one_path
@@ -63,6 +63,8 @@ class JSONLines(AbstractContextManager["JSONLines", None]):
         `links`, `[from, to, bytes, is_inside]`, and `waited`, `[who, for whom, seconds]`, of processes. `more` are further
         values, such as `tokens_per_s`, or other ones in place of these: `seconds` of a clock.
         """
+        rule = f"found {brief(metrics)} for the metrics of state, metrics = step(state, batch, t)."
+        require(isinstance(metrics, Metrics), "JSONLines.record(state, metrics, step)", rule)
         losses = gather(state, metrics.loss)
         everyone, here, c = collectives.all_processes(), collectives.world().identity, self._counted
         processes = everyone.processes_per_worker

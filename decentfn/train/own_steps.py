@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -16,7 +17,6 @@ from decentfn.core import brief, checks_numbers, over_workers, require, trees
 from decentfn.elastic.connections import reported_as
 from decentfn.errors import PeerLost
 from decentfn.kit.state import State
-from decentfn.kit.step import MAIL_IS_ELSEWHERE
 from decentfn.timing import Trace, schedule_name
 from decentfn.timing.replay import filled_up
 
@@ -150,7 +150,7 @@ def settle(state: State, *, arrivals: Trace | None = None) -> State:
     )
     settled.params.taken_at = state.params.taken_at  # the run goes on
     if not weight.dim():
-        state.params.taken_at = MAIL_IS_ELSEWHERE
+        state.params.taken_at, box.owner = collectives.MAIL_IS_ELSEWHERE, weakref.ref(settled.params)
     return settled
 
 
@@ -182,11 +182,15 @@ def trace() -> Trace:
     `df.simulate(step, N, arrivals=trace)` replays it.
 
     Raises:
-        ValueError: no asynchronous steps are running here.
+        ValueError: no asynchronous steps are running here, or a worker has left out steps.
     """
     here = collectives.world()
     if (box := here.mailbox) is None:
         raise ValueError("trace(): no mailbox is open; call it on ranks that step with df.asynchronous_gradient_push.")
     record = box.record
-    everyone = collectives.gather_objects([record.taken, record.sent, record.ended, record.first, record.late], here)
-    return Trace(schedule_name(box.topology), here.size, *zip(*everyone, strict=True))
+    own = [record.taken, record.sent, record.ended, record.first, record.late, record.gap]
+    *told, gaps = zip(*collectives.gather_objects(own, here), strict=True)
+    for i, gap in enumerate(gaps):
+        rule = "and a trace has all: count t on by 1, or call df.settle(state) before the gap, after which another trace begins."
+        require(not gap, "trace()", f"worker {i} left out its own steps t={gap} (from, to), {rule}")
+    return Trace(schedule_name(box.topology), here.size, *told)

@@ -252,3 +252,28 @@ def test_a_buffer_with_a_gradient_is_a_buffer_in_every_way():
         optimizer.step()
     torch.testing.assert_close(metrics.loss, loss.detach().expand(2))
     torch.testing.assert_close(df.buffers(df.worker(state, 0))["codes"], module.codes.detach())
+
+
+def of_rows(params, batch):
+    return sum((row * params["x"]).sum() for row in batch["rows"].unbind())
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_enter_by_autograd_and_elsewhere_the_error_says_so(layout):
+    """Simulated, a list has one for each worker; as many rows as workers are no workers' rows."""
+    batch = {"rows": torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=layout)}
+    init, traced = df.adapt_while_communicate(of_rows, df.sgd(0.1), df.topology("complete", 2))
+    state = df.stack(init({"x": torch.ones(3)}), 2)
+    step = df.simulate(
+        df.adapt_while_communicate(df.autograd(of_rows), df.sgd(0.1), df.topology("complete", 2)).step, 2
+    )
+    assert step(state, [batch, batch], 0)[1].loss.tolist() == [9, 9]
+    with pytest.raises(ValueError, match=r"'rows' of the batch is nested; .* a list of one tuple, dict"):
+        step(state, batch, 0)
+    with pytest.raises(ValueError, match="'rows' of the batch is nested"):
+        df.simulate(traced, 2)(state, batch, 0)
+    init, traced = df.adapt_while_communicate(of_rows, df.sgd(0.1), df.topology("complete", 1))
+    if layout == torch.strided:
+        with pytest.raises(ValueError, match="pad it, torch.nested.to_padded_tensor"):
+            traced(init({"x": torch.ones(3)}), batch, 0)

@@ -166,3 +166,15 @@ def test_init_says_the_run_in_a_few_numbers_at_level_info(caplog):
         init({"w": torch.zeros(3)})
     [said] = [record.getMessage() for record in caplog.records]
     assert said == "run: 3 values (1.144e-05 MiB) in 1 buckets, Topology('ring', num_workers=4, period=2, degree=1)"
+
+
+@pytest.mark.parametrize("metrics", [None, {"loss": 1.0}, torch.ones(())])
+def test_what_are_no_metrics_is_refused(metrics, tmp_path):
+    init, _ = df.adapt_while_communicate(
+        lambda params, batch: params["x"].sum(), df.sgd(0.1), df.topology("complete", 1)
+    )
+    with (
+        df.logs.JSONLines(tmp_path / "log.jsonl") as log,
+        pytest.raises(ValueError, match=r"record\(.*found .* metrics"),
+    ):
+        log.record(init({"x": torch.ones(2)}), metrics, 0)

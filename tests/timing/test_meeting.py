@@ -44,13 +44,15 @@ def mistaken(rank, make, kind):
         state, _ = step(used, batch(rank, t), t)
     elif kind == "a settled state's forerunner":
         state = df.settle(used)
+    elif kind == "init again":
+        state, t = init(starts()[rank]), 0
     else:
         is_bad.append(True)
         with pytest.raises(KeyError, match="a bad file"):
             step(used, batch(rank, t), t)
         is_bad.clear()
     with pytest.raises((ValueError, RuntimeError)) as error:
-        step(used, batch(rank, t), t)
+        step(used, batch(rank, 10), 10)
     if kind != "a loss that raises":
         t += kind == "a step twice"
         step(state, batch(rank, t), t)
@@ -63,6 +65,7 @@ def mistaken(rank, make, kind):
     [
         ("a step twice", "mail is taken once"),
         ("a settled state's forerunner", "mail is taken once"),
+        ("init again", "or a later init"),
         ("a loss that raises", "mail that it took is gone"),
     ],
 )
@@ -84,6 +87,40 @@ def test_a_replayed_state_is_settled_by_its_trace_at_its_end():
         state, _ = step(state, torch.zeros(N, dtype=torch.float64), level)
     with pytest.raises(ValueError, match=rf"level {level} of {len(trace.levels)}"):
         df.settle(state, arrivals=trace)
+
+
+def run_with_gap(rank, make, settles):
+    init, step = built(make)
+    state = init(starts()[rank])
+    for t in (0, 1, 2, 6, 7, 8):
+        state = df.settle(state) if t == 6 and settles else state
+        t += 3 * (t > 2 and rank == 0 and not settles)
+        state, _ = step(state, batch(rank, t), t)
+    state = df.settle(state)
+    try:
+        return df.trace().first
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.filterwarnings("ignore:.*rounds of the schedule are left out")
+@pytest.mark.parametrize("make", MAKE)
+def test_a_worker_that_left_out_steps_is_named_before_there_is_a_trace(make):
+    """Settled in between, as the error says, the rest is a trace."""
+    said = on_ranks(N, run_with_gap, make, False)
+    assert len({*said}) == 1 and "worker 0 left out its own steps t=[3, 8] (from, to)" in said[0]
+    assert on_ranks(N, run_with_gap, make, True) == [(6,) * N] * N
+
+
+def test_a_replay_that_leaves_out_levels_is_refused_with_the_worker_and_step():
+    algorithm, trace = built(df.asynchronous_gradient_push, nothing), random_trace(ONE_PEER, 80, 0)
+    state = df.stack(algorithm.init(starts()[0]), N, arrivals=trace)
+    step, zeros = df.simulate(algorithm.step, N, arrivals=trace), torch.zeros(N, dtype=torch.float64)
+    state, _ = step(state, zeros, 0)
+    i, s = trace.levels[1][0]
+    with pytest.raises(ValueError, match=rf"worker {i}'s own step {s} is in level 1; go on with t=1"):
+        step(state, zeros, 2)
+    step(state, zeros, 1)
 
 
 # -- the clock ----------------------------------------------------------------------------------------------------------

@@ -618,3 +618,12 @@ def test_a_wrapper_that_hides_its_inner_optimizer_is_refused():
     init, _ = df.adapt_then_combine(lambda p, b: p.sum(), optimizer, df.topology("complete", 1))
     with pytest.raises(ValueError, match="Wrapper"):
         init(torch.ones(3))
+
+
+def test_a_step_in_inference_mode_is_the_step_outside():
+    make = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    init, step = df.all_reduce(loss_fn, from_torch(make), df.topology("complete", 2))
+    state = df.stack(init(start()), 2)
+    with torch.inference_mode():
+        state, _ = ours(df.simulate(step, 2), state, [df.stack(batch, 2) for batch in BATCHES])
+    assert_equal(df.params(df.worker(state, 1)), plain_loop(make, start()))

@@ -13,6 +13,7 @@ from decentfn.testing.ranks import alone_as_rank_of, on_kept_ranks
 from decentfn.testing.subjects import assert_close
 from tests import bad_values, contract
 from tests.bad_values import NAN_PARAMETER, STEPS, N
+from tests.quadratics import random_column_stochastic
 
 pytestmark = pytest.mark.thorough
 
@@ -313,3 +314,27 @@ def test_in_groups_of_unequal_size_a_bad_worker_leaves_the_mean_of_its_group():
     state.params[0].copy_(torch.tensor([[10.0], [11.0], [12.0], [13.0], [float("nan")]]))
     state, _ = df.simulate(step, 5)(state, torch.ones(5, 1), 0)
     assert df.params(state)[:, 0].tolist() == pytest.approx([10.5, 10.5, 12.5, 12.5, 12.5])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        df.stochastic_gradient_push,
+        partial(df.stochastic_gradient_push, rounds=2),
+        partial(df.stochastic_gradient_push, delay=2),
+        partial(df.stochastic_gradient_push, delay=2, least_delay=0),
+        df.push_diging,
+    ],
+)
+def test_an_update_that_overflows_keeps_all_mass_of_push_sum(make):
+    """What is left is the mean of all values and of the other updates, to which workers without gradients go."""
+    topology = df.topologies.from_matrices("given", random_column_stochastic(N, 2, seed=0), needs_push_sum=True)
+    init, step = df.guard(make(lambda params, batch: (params["x"] * batch).sum(), df.sgd(1e200), topology))
+    values, updates = torch.tensor([[0.1, 1.7, 0.2, 0.0], [0.1, 0.2, -0.3, 0.0]], dtype=torch.float64)
+    state = df.with_params(df.stack(init({"x": values[:1]}), N), {"x": 1e308 * values[:, None]})
+    step = df.simulate(step, N)
+    for t in range(150):
+        state, metrics = step(state, -1e108 * updates * (t == 0), t)
+    assert metrics.guard.replaced.tolist() == [0, 1, 0, 0]
+    found, expected = state.params.tree()["x"] / 1e308, (values.sum() + updates[[0, 2, 3]].sum()) / N
+    torch.testing.assert_close(found, expected.expand(N, 1), atol=1e-6, rtol=0)

@@ -6,7 +6,7 @@ from decentfn.comm.collectives.failures import is_peer_lost, outside_error
 from decentfn.comm.collectives.hooks import Hooks
 from decentfn.comm.collectives.identity import Identity
 from decentfn.comm.collectives.lookup import Row, find_rounds, look_up, on_device, refuse_size, rests
-from decentfn.comm.collectives.mailbox import counts, open_mailbox
+from decentfn.comm.collectives.mailbox import MAIL_IS_ELSEWHERE, counts, open_mailbox
 from decentfn.comm.collectives.membership import (
     adopt_default_group,
     all_processes,

@@ -9,8 +9,10 @@ one travels at most: then the sender keeps its mass. So memory is bounded, and a
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -23,9 +25,11 @@ from decentfn.comm.collectives.failures import brief_reason
 from decentfn.comm.collectives.membership import world
 from decentfn.comm.collectives.outside import gather_objects
 from decentfn.comm.collectives.world import World
-from decentfn.core.buckets import wide
+from decentfn.core.buckets import Buckets, wide
 from decentfn.topologies import Topology
 
+MAIL_IS_ELSEWHERE = sys.maxsize
+"""`taken_at` of parameters whose mail is in another state: the one that a step of a rank, `df.settle` or a later `init` returned."""
 _log = logging.getLogger("decentfn")
 _FOREVER = timedelta(days=365)
 _GOODBYE = -1
@@ -67,6 +71,8 @@ class Mailbox:
         self.sent_to, self.taken_from = dict.fromkeys(destinations, 0), dict.fromkeys(sources, 0)
         """Messages so far, by the other rank."""
         self.record = Record()
+        self.owner: Callable[[], Buckets | None] = lambda: None
+        """Weak reference to the parameters that its mail belongs to."""
         self._patience = here.channels.longest_wait
         channels = here.channels.apart(here.channels.longest_wait)
         self._group: Any = channels.connected("mailbox", range(here.identity.size))
@@ -226,6 +232,7 @@ class Record:
 
     def _begin(self, first: int) -> None:
         self.first, self.is_settled = first, False
+        self.gap: list[int] = []  # the first steps that were left out, from and to
         self.taken: list[list[tuple[int, int]]] = []
         self.late: list[int] = []
         self.sent: list[list[bool]] = []
@@ -239,6 +246,8 @@ class Record:
             return
         if self.is_settled or not self.sent:
             self._begin(step)
+        if (due := self.first + len(self.sent)) < step:
+            self.gap = self.gap or [due, step - 1]
         self.taken.append(messages)
         self.late.append(0)
 
@@ -255,8 +264,8 @@ class Record:
         self.ended.append(round(time.monotonic() - self._since, 6))
 
 
-def open_mailbox(topology: Topology, like: Sequence[Tensor]) -> None:
-    """Open this rank's mailbox for the steps of one algorithm, in place of an earlier one. Collective."""
+def open_mailbox(topology: Topology, like: Sequence[Tensor], x: Buckets) -> None:
+    """Open this rank's mailbox for the steps of one algorithm from x, in place of an earlier one. Collective."""
     here = world()
     if here.size == 1:
         return
@@ -267,7 +276,10 @@ def open_mailbox(topology: Topology, like: Sequence[Tensor]) -> None:
         )
     if here.mailbox is not None:
         here.mailbox.close()
+        if (earlier := here.mailbox.owner()) is not None:
+            earlier.taken_at = MAIL_IS_ELSEWHERE
     here.mailbox = Mailbox(here, topology, like)
+    here.mailbox.owner = weakref.ref(x)
     here.session.own_steps = True
 
 

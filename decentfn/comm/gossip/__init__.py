@@ -15,3 +15,4 @@ from decentfn.comm.gossip.plain import (
     post,
     repaired,
 )
+from decentfn.comm.gossip.push_sum import moved

@@ -107,9 +107,12 @@ def hear(flags: Flags, row: collectives.Row) -> tuple[Flags | None, collectives.
     return flags, row._replace(weights=new, mean_weight=mean_weight, given=given), scale
 
 
-def unless_bad(x: Buckets, other: Callable[[], Buckets]) -> Buckets:
-    """Return `x`, or `other()` if a guarded step finds an infinite or NaN value in `x`.
+def unless_bad(x: Buckets, other: Callable[[], Buckets] | None = None) -> Buckets:
+    """Return `x`, or `other()` if a guarded step finds an infinite or NaN value in `x`; None: zeros.
 
     A fallback for methods that send no parameters. Without `df.guard` the result is `x`, and `other` is not called.
     """
-    return buckets.where(judged(x), x, buckets.cast_like(other(), x)) if context.guarded else x
+    if not context.guarded or functorch.holds(good := judged(x)):
+        return x
+    instead = buckets.each(torch.zeros_like, x) if other is None else buckets.cast_like(other(), x)
+    return buckets.where(good, x, instead)

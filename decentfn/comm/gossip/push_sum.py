@@ -13,7 +13,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from decentfn.core.buckets import Buckets, Plan, loose
+from decentfn.comm.gossip.guarding import unless_bad
+from decentfn.core.buckets import Buckets, Plan, add, loose, scale
 
 
 def first_weight(x: Buckets) -> Tensor:
@@ -37,6 +38,12 @@ def unpack(packed: Iterable[Tensor], plan: Plan) -> tuple[Buckets, Tensor]:
     )
     tensors[index], w = tensors[index][:-1], tensors[index][-1]
     return Buckets(tensors, plan), w.clone()
+
+
+def moved(z: Buckets, w: Tensor, u: Buckets) -> Buckets:
+    """Return `pack(w z + u, w)`; in a guarded step without u if a sum overflows, so that all mass is kept."""
+    x = scale(z, w)
+    return unless_bad(pack(add(x, u), w), lambda: pack(x, w))
 
 
 def _carrier(x: Buckets) -> int:

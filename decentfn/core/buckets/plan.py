@@ -180,7 +180,7 @@ class Buckets:
     learning rate, or from a checkpoint; copies have none, and may go on from any step.
     """
 
-    __slots__ = ("plan", "taken_at", "tensors")
+    __slots__ = ("__weakref__", "plan", "taken_at", "tensors")
 
     def __init__(self, tensors: Iterable[Tensor], plan: Plan) -> None:
         self.tensors = tuple(tensors)

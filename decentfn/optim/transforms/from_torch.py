@@ -33,6 +33,7 @@ from decentfn.optim.transforms.torch_form import (
     trial_gradient,
 )
 from decentfn.optim.transforms.transform import Transform, descending, require_one_process
+from decentfn.torch_private.autograd import version
 from decentfn.torch_private.dynamo import constant_while_traced
 
 
@@ -224,11 +225,11 @@ class _Adapter:
             p.grad = g
         places = form.places(state)
         optimizer = self._restored(form, options, named, state, places)
-        before, versions = [dict(group) for group in optimizer.param_groups], [g._version for g in grads]
+        before, versions = [dict(group) for group in optimizer.param_groups], [version(g) for g in grads]
         optimizer.step()
         form.require_known(optimizer, before)
         rule = f"{type(optimizer).__name__} wrote over gradients, which {TRIALS} trial steps did not; clip in its step(), in a class of your own."
-        require(versions == [g._version for g in grads], CALL, rule)
+        require(versions == [version(g) for g in grads], CALL, rule)
         form.take(optimizer, named, leaves, state, places)
 
     def _restored(
