@@ -36,11 +36,13 @@ OF_A_TRACE = (
     *("scales_the_loss", "keeps_an_ema", "averages_buffers"),
 )
 """Promises about the step that is traced once for all of them; the invariants are tried on a narrow wire, too, eagerly."""
+BUILT_BY_ANOTHER = ("exact_diffusion", "motef", "nids", "sparse_loco")
+"""Functions whose step is that of d2, beer or diloco."""
 
 
 def further_forms():
-    """Rows of functions that CI traces in another row: that of a family, or the first."""
-    traced = {row.partition(",")[0] for row in contract.FAMILIES}
+    """Rows of steps that CI traces in another row: that of a family, or the first."""
+    traced = {row.partition(",")[0] for row in contract.FAMILIES} | {*BUILT_BY_ANOTHER}
     for row in contract.ROWS:
         function = row.partition(",")[0]
         if row not in contract.FAMILIES and function in traced:
@@ -55,7 +57,11 @@ TRACED = {row: replace(subject, backend="aot_eager") for row, subject in contrac
 
 
 def cells_of(row):
-    """The promises of a row with their subjects and the tier that tries them."""
+    """The promises of a row with their subjects and the tier that tries them.
+
+    A traced step whose loss is scaled is the one of `laws_hold`, and keeps its laws where a worker overflows, too.
+    """
+    scales = contract.committed_cells()[row, contract.HEADS["scales_the_loss"]] == "holds"
     for promise in PROMISES:
         if row in FIRST:
             tier = "slow" if promise in ("traced_ranks_agree", "sixteen_bits_compile") else "first"
@@ -63,7 +69,14 @@ def cells_of(row):
             continue
         is_family = row in contract.FAMILIES
         if promise not in INDUCTOR:
-            is_slow = not is_family and promise in FAMILIES_ONLY or row in FURTHER_FORMS and promise in OF_A_TRACE
+            is_slow = (
+                not is_family
+                and promise in FAMILIES_ONLY
+                or row in FURTHER_FORMS
+                and promise in OF_A_TRACE
+                or promise == "laws_hold"
+                and scales
+            )
             yield promise, TRACED, "slow" if is_slow else "thorough"
         if promise in COMPILED:
             yield promise, contract.ROWS, "thorough" if is_family and promise == "sixteen_bits_compile" else "slow"
