@@ -29,8 +29,6 @@ LATER = {("compiled_ranks_agree", "streaming_diloco")}
 INDUCTOR = ("compiled_ranks_agree", "sixteen_bits_compile")
 """Promises that say nothing of a step which is only traced."""
 COMPILED = (*INDUCTOR, "laws_hold", "laws_hold_on_a_narrow_wire", "nothing_in_flight_is_written_over", "keeps_an_ema")
-FAMILIES_ONLY = (*INDUCTOR, "works_by_autograd")
-"""Promises that CI tries for a row of each family: an algorithm does not see where its gradient comes from."""
 OF_A_TRACE = (
     *("traced_ranks_agree", "donated_is_pure", "one_graph", "laws_hold", "nothing_in_flight_is_written_over"),
     *("scales_the_loss", "keeps_an_ema", "averages_buffers"),
@@ -69,14 +67,9 @@ def cells_of(row):
             continue
         is_family = row in contract.FAMILIES
         if promise not in INDUCTOR:
-            is_slow = (
-                not is_family
-                and promise in FAMILIES_ONLY
-                or row in FURTHER_FORMS
-                and promise in OF_A_TRACE
-                or promise == "laws_hold"
-                and scales
-            )
+            # An algorithm does not see where its gradient comes from.
+            repeats = promise == "works_by_autograd" or promise == "laws_hold" and scales
+            is_slow = repeats or row in FURTHER_FORMS and promise in OF_A_TRACE
             yield promise, TRACED, "slow" if is_slow else "thorough"
         if promise in COMPILED:
             yield promise, contract.ROWS, "thorough" if is_family and promise == "sixteen_bits_compile" else "slow"
