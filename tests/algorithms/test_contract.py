@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 import decentfn as df
 from decentfn.testing import PROMISES, try_promise
@@ -21,25 +22,25 @@ FIRST = (
     "choco_sgd",
     "streaming_diloco",
 )
-"""The rows of the first tier."""
+"""The rows of the first tier, which CI compiles on ranks; of the other families, it compiles the step in 16 bits."""
 LATER = {("compiled_ranks_agree", "streaming_diloco")}
 """Its cells that CI alone tries: they compile for 20 s each."""
 
 INDUCTOR = ("compiled_ranks_agree", "sixteen_bits_compile")
 """Promises that say nothing of a step which is only traced."""
 COMPILED = (*INDUCTOR, "laws_hold", "laws_hold_on_a_narrow_wire", "nothing_in_flight_is_written_over", "keeps_an_ema")
-FAMILIES_ONLY = (*INDUCTOR, "works_by_autograd")
-"""Promises that CI tries for a row of each family: an algorithm does not see where its gradient comes from."""
 OF_A_TRACE = (
     *("traced_ranks_agree", "donated_is_pure", "one_graph", "laws_hold", "nothing_in_flight_is_written_over"),
     *("scales_the_loss", "keeps_an_ema", "averages_buffers"),
 )
 """Promises about the step that is traced once for all of them; the invariants are tried on a narrow wire, too, eagerly."""
+BUILT_BY_ANOTHER = ("exact_diffusion", "motef", "nids", "sparse_loco")
+"""Functions whose step is that of d2, beer or diloco."""
 
 
 def further_forms():
-    """Rows of functions that CI traces in another row: that of a family, or the first."""
-    traced = {row.partition(",")[0] for row in contract.FAMILIES}
+    """Rows of steps that CI traces in another row: that of a family, or the first."""
+    traced = {row.partition(",")[0] for row in contract.FAMILIES} | {*BUILT_BY_ANOTHER}
     for row in contract.ROWS:
         function = row.partition(",")[0]
         if row not in contract.FAMILIES and function in traced:
@@ -53,42 +54,48 @@ TRACED = {row: replace(subject, backend="aot_eager") for row, subject in contrac
 """Rows that are traced instead of compiled."""
 
 
-def mark_of(row, promise):
-    """The mark of a row of a family: CI compiles it on ranks, or alone in 16 bits; `-m slow` does both."""
-    is_even = contract.FAMILIES.index(row) % 2 == 0
-    compiles_on_ranks = row in FIRST or not is_even
-    wanted = {
-        "compiled_ranks_agree": compiles_on_ranks,
-        "traced_ranks_agree": not compiles_on_ranks,
-        "sixteen_bits_compile": is_even,
-    }
-    if not wanted.get(promise, True):
-        return [pytest.mark.slow]
-    is_first = row in FIRST and promise != "sixteen_bits_compile" and (promise, row) not in LATER
-    return [] if is_first else [pytest.mark.thorough]
+def cells_of(row):
+    """The promises of a row with their subjects and the tier that tries them.
+
+    A traced step whose loss is scaled is the one of `laws_hold`, and keeps its laws where a worker overflows, too.
+    """
+    scales = contract.committed_cells()[row, contract.HEADS["scales_the_loss"]] == "holds"
+    for promise in PROMISES:
+        if row in FIRST:
+            tier = "slow" if promise in ("traced_ranks_agree", "sixteen_bits_compile") else "first"
+            yield promise, contract.ROWS, "thorough" if (promise, row) in LATER else tier
+            continue
+        is_family = row in contract.FAMILIES
+        if promise not in INDUCTOR:
+            # An algorithm does not see where its gradient comes from.
+            repeats = promise == "works_by_autograd" or promise == "laws_hold" and scales
+            is_slow = repeats or row in FURTHER_FORMS and promise in OF_A_TRACE
+            yield promise, TRACED, "slow" if is_slow else "thorough"
+        if promise in COMPILED:
+            yield promise, contract.ROWS, "thorough" if is_family and promise == "sixteen_bits_compile" else "slow"
 
 
 def cells():
-    """CI compiles one row of each family with Inductor and traces one of each other function; `-m slow` compiles all."""
+    """CI compiles one row of each family with Inductor and traces one of each other function; `-m slow` compiles all.
+
+    One worker's step is in one graph if that of a family's row is, so CI runs the others without a compiler.
+    """
     for row in contract.ROWS:
-        for promise in PROMISES:
-            marks = [pytest.mark.xdist_group(row)]
-            if row in contract.FAMILIES:
-                marks += mark_of(row, promise)
-                yield pytest.param(row, promise, contract.ROWS, marks=marks, id=f"{row}-{promise}")
-                continue
-            if promise not in INDUCTOR:
-                is_slow = promise in FAMILIES_ONLY or row in FURTHER_FORMS and promise in OF_A_TRACE
-                traced = [*marks, pytest.mark.slow if is_slow else pytest.mark.thorough]
-                yield pytest.param(row, promise, TRACED, marks=traced, id=f"{row}-{promise}")
-            if promise in COMPILED:
-                compiled = [*marks, pytest.mark.slow]
-                yield pytest.param(row, promise, contract.ROWS, marks=compiled, id=f"{row}-{promise}-inductor")
+        for promise, subjects, tier in cells_of(row):
+            marks = [pytest.mark.xdist_group(row), *([] if tier == "first" else [getattr(pytest.mark, tier)])]
+            name = f"{row}-{promise}"
+            is_both = promise in COMPILED and promise not in INDUCTOR and row not in FIRST
+            name += "-inductor" if is_both and subjects is contract.ROWS else ""
+            if promise == "works_alone" and row not in contract.FAMILIES:
+                yield pytest.param(row, promise, subjects, "force_eager", marks=marks, id=name)
+                marks, name = [marks[0], pytest.mark.slow], f"{name}-traced"
+            yield pytest.param(row, promise, subjects, "default", marks=marks, id=name)
 
 
-@pytest.mark.parametrize(("row", "promise", "subjects"), list(cells()))
-def test_the_contract(row, promise, subjects):
-    declined = try_promise(PROMISES[promise], subjects[row])
+@pytest.mark.parametrize(("row", "promise", "subjects", "stance"), list(cells()))
+def test_the_contract(row, promise, subjects, stance):
+    with torch.compiler.set_stance(stance):
+        declined = try_promise(PROMISES[promise], subjects[row])
     said = contract.committed_cells()[row, contract.HEADS[promise]]
     assert contract.cell(row, promise, declined) == said, (
         declined or "run `python -m tests.contract`, commit docs/contract.md"

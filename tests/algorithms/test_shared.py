@@ -16,8 +16,21 @@ from tests.contract import FAMILIES, ROWS
 N, OUT = 4, "!*.matrix"
 LEFT_OUT = ("float32.matrix", "float64.matrix")
 each_row = pytest.mark.parametrize("row", [row for row in ROWS if not row.startswith("asynchronous")])
+OWN_MESSAGES = (
+    "choco_sgd",
+    "power_gossip",
+    "relay_sgd, models",
+    "stochastic_gradient_push, delayed",
+    "streaming_diloco",
+)
+"""Families whose messages are no plain buckets: of these CI traces the step, and `-m slow` of the others."""
 each_family = pytest.mark.parametrize(
-    "row", ["d2", "diloco", *(pytest.param(r, marks=pytest.mark.thorough) for r in FAMILIES if r != "d2")]
+    "row",
+    [
+        *("d2", "diloco"),
+        *(pytest.param(row, marks=pytest.mark.thorough) for row in OWN_MESSAGES),
+        *(pytest.param(row, marks=pytest.mark.slow) for row in FAMILIES if row not in ("d2", *OWN_MESSAGES)),
+    ],
 )
 
 
@@ -65,13 +78,16 @@ def test_what_is_left_out_is_trained_as_by_a_lone_worker_and_the_rest_as_in_a_ru
     assert_parted(row)
 
 
-def assert_parted(row, lone_shares=OUT, **how):
-    found = df.params(train(row, shared=OUT, **how)[1])
+def assert_parted(row, lone_shares=OUT, around=df.simulate, **how):
+    """Against eager steps; returns the state."""
+    _, state = train(row, shared=OUT, around=around, **how)
+    found = df.params(state)
     assert_equal(leaves(found, are_out=False), leaves(df.params(train(row, choose=without, **how)[1]), are_out=False))
     for i in range(0, N, 3):
         lone = df.params(train(row, range(i, i + 1), shared=lone_shares, **how)[1])
         mine = trees.map(lambda x, i=i: x[i : i + 1], found)
         assert_equal(leaves(mine, are_out=True), leaves(lone, are_out=True))
+    return state
 
 
 clipped = df.chain(df.clip_by_global_norm(0.02), df.sgd(0.1))
@@ -79,9 +95,9 @@ clipped = df.chain(df.clip_by_global_norm(0.02), df.sgd(0.1))
 
 @pytest.mark.parametrize("row", ["all_reduce", "demo", pytest.param("d2", marks=pytest.mark.thorough)])
 def test_a_clipped_norm_joins_the_parts_in_no_replica(row):
-    assert_parted(row, optimizer=clipped)
+    state = assert_parted(row, optimizer=clipped)
     if ROWS[row].starts_equal:
-        df.check_replicas(train(row, shared=OUT, optimizer=clipped)[1])
+        df.check_replicas(state)
 
 
 def test_a_clipped_outer_gradient_joins_the_parts_in_no_replica():
@@ -100,9 +116,7 @@ def test_a_guarded_mean_leaves_a_bad_workers_own_as_it_is_and_moves_the_rest_of_
         targets, weight = batch(worker, t, choose)
         return targets, weight * (torch.inf if (worker, t) == (0, 2) else 1.0)
 
-    how = {"batch": batch_of, "wrap": df.guard, "around": around}
-    assert_parted("all_reduce", **how)
-    df.check_replicas(train("all_reduce", shared=OUT, **how)[1])
+    df.check_replicas(assert_parted("all_reduce", batch=batch_of, wrap=df.guard, around=around))
 
 
 @pytest.mark.parametrize(("row", "lone"), [("all_reduce", None), ("diloco", None), ("decoupled_diloco", OUT)])

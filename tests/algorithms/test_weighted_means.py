@@ -6,7 +6,7 @@ import torch
 
 import decentfn as df
 from decentfn.core import trees
-from decentfn.testing.ranks import on_kept_ranks
+from decentfn.testing.ranks import alone_as_rank_of, on_kept_ranks
 from tests.quadratics import Problem, Sgd, flat, loss, problem, start
 
 N, H, STEPS, LR = 4, 3, 40, 0.1
@@ -33,6 +33,22 @@ def run(algorithm, p, tokens=tokens_at):
         state, _ = step(state, batch_at(p, t, tokens(t)), t)
         xs.append(flat(state.params))
     return np.stack(xs)
+
+
+def ends_on_ranks(made, p, step, tokens):
+    """`[N, DIM]` after a run of gloo ranks, whose step is compiled once, before they share it."""
+    first = start(made, p).params.tree()
+    starts = on_kept_ranks(N, lambda rank: made.init(trees.map(lambda leaf: leaf[rank].clone(), first)))
+
+    def train(rank, steps=STEPS):
+        state = trees.map(torch.clone, starts[rank])
+        for t in range(steps):
+            state, _ = step(state, trees.map(lambda leaf: leaf[rank], batch_at(p, t, tokens(t))), t)
+        return torch.cat([leaf.flatten() for leaf in trees.leaves(state.params.tree())]).numpy()
+
+    with alone_as_rank_of(N):
+        train(0, 2 * H)
+    return np.stack(on_kept_ranks(N, train))
 
 
 def built(algorithm, n=N, **options):
@@ -88,16 +104,8 @@ def test_the_mean_is_weighted_by_tokens_simulated_and_on_ranks(algorithm, option
     expected = loop(p)
     np.testing.assert_allclose(run(built(algorithm, **options), p), expected, rtol=0, atol=1e-10)
     made = built(algorithm, **options)
-    first = start(made, p).params.tree()
-    compiled = df.compile(made.step, backend="aot_eager")
-
-    def train(rank):
-        state = made.init(trees.map(lambda leaf: leaf[rank].clone(), first))
-        for t in range(STEPS):
-            state, _ = compiled(state, trees.map(lambda leaf: leaf[rank], batch_at(p, t)), t)
-        return torch.cat([leaf.flatten() for leaf in trees.leaves(state.params.tree())]).numpy()
-
-    np.testing.assert_allclose(np.stack(on_kept_ranks(N, train)), expected[-1], rtol=0, atol=1e-10)
+    found = ends_on_ranks(made, p, df.compile(made.step, backend="aot_eager"), tokens_at)
+    np.testing.assert_allclose(found, expected[-1], rtol=0, atol=1e-10)
 
 
 @each_method
@@ -169,30 +177,33 @@ def test_a_worker_of_weight_0_whose_gradient_is_nan_moves_nothing(algorithm, aro
     x = torch.randn(N, 5, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     loss_fn = around(of_masked_samples)
 
-    def after(n, steps, mask_of_last):
-        made = algorithm(
-            loss_fn, df.adam(0.1), df.topology("complete", n), weight=lambda tokens: tokens, **METHODS[algorithm]
-        )
-        step = made.step if "ranks" in mode else df.simulate(made.step, n)
-        step = df.donate(step) if "donated" in mode else df.compile(step, backend=mode) if mode == "aot_eager" else step
+    def made_of(n):
+        weight = lambda tokens: tokens  # noqa: E731
+        return algorithm(loss_fn, df.adam(0.1), df.topology("complete", n), weight=weight, **METHODS[algorithm])
+
+    def after(steps, mask_of_last, made, step, *, n=N, on_ranks=False):
         mask = torch.ones(n, 5, 1, dtype=torch.float64)
         first = {"w": torch.zeros(2, dtype=torch.float64)}
 
         def train(rank):
-            state = made.init(first) if "ranks" in mode else df.stack(made.init(first), n)
+            state = made.init(first) if on_ranks else df.stack(made.init(first), n)
             for t in range(steps):
                 mask[-1] = mask_of_last(t)
                 batch = x[:n], mask.clone()
-                state, metrics = step(state, tuple(part[rank] for part in batch) if "ranks" in mode else batch, t)
+                state, metrics = step(state, tuple(part[rank] for part in batch) if on_ranks else batch, t)
             return df.params(state)["w"], metrics.loss
 
-        rows = on_kept_ranks(n, train) if "ranks" in mode else [train(0)]
-        return [torch.stack(part) if "ranks" in mode else part[0] for part in zip(*rows, strict=True)]
+        rows = on_kept_ranks(n, train) if on_ranks else [train(0)]
+        return [torch.stack(part) if on_ranks else part[0] for part in zip(*rows, strict=True)]
 
-    with_nan, losses = after(N, 4, lambda t: 0.0)
+    made, others = made_of(N), made_of(N - 1)
+    step, on_ranks = made.step if "ranks" in mode else df.simulate(made.step, N), "ranks" in mode
+    step = df.donate(step) if "donated" in mode else df.compile(step, backend=mode) if mode == "aot_eager" else step
+    with_nan, losses = after(4, lambda t: 0.0, made, step, on_ranks=on_ranks)
     assert losses.isnan().tolist() == [False] * (N - 1) + [True]
-    torch.testing.assert_close(with_nan[:-1], after(N - 1, 4, lambda t: 1.0)[0], rtol=0, atol=1e-14)
-    again, losses = after(N, 8, lambda t: float(t >= 4))
+    without, _ = after(4, lambda t: 1.0, others, df.simulate(others.step, N - 1), n=N - 1)
+    torch.testing.assert_close(with_nan[:-1], without, rtol=0, atol=1e-14)
+    again, losses = after(8, lambda t: float(t >= 4), made, step, on_ranks=on_ranks)
     assert again.isfinite().all() and losses.isfinite().all() and not torch.equal(again[:-1], with_nan[:-1])
 
 

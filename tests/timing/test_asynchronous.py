@@ -59,11 +59,11 @@ def leaves(state, i):
 # -- laws ---------------------------------------------------------------------------------------------------------------
 
 
-def conserves(topology, seed, events, dtype, make=df.asynchronous_gradient_push, **options):
+def conserves(topology, seed, events, dtype, make=df.asynchronous_gradient_push, compiled=None, **options):
     algorithm = make(nothing, df.sgd(0.1), topology, bucket_mb=1e-9, **options)
     trace = random_trace(algorithm.topology, events, seed, rates=[4, 2, 1, 1])
     own = starts(dtype)
-    state = df.settle(replayed(algorithm, trace, own, batch), arrivals=trace)
+    state = df.settle(replayed(algorithm, trace, own, batch, compiled=compiled), arrivals=trace)
     found, weight = mass(state)
     assert abs(float(weight) - N) < 1e-12
     near = {torch.float64: 1e-12, torch.float32: 3e-7 * events**0.5}[dtype]
@@ -82,7 +82,8 @@ def test_mass_is_conserved_whatever_is_late(seed, topology):
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_mass_is_conserved_over_ten_thousand_events(dtype):
-    conserves(ONE_PEER, 0, 10_000, dtype)
+    """Traced, which is three times faster."""
+    conserves(ONE_PEER, 0, 10_000, dtype, compiled="aot_eager")
 
 
 @pytest.mark.parametrize(("slow", "gbit_per_s"), [(0.1, 10), (0.3, 10), (0.37, 0.001)])
