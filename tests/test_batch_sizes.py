@@ -137,43 +137,34 @@ def test_thirty_sizes_are_compiled_at_most_three_times_on_ranks():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["padding", "of all samples", "one for all"])
-def test_attention_with_a_mask_computes_in_a_compiled_simulation_what_it_does_in_an_eager_one(kind):
+def test_attention_with_masks_and_an_empty_vector_compute_in_a_compiled_simulation_what_they_do_in_an_eager_one():
+    """A mask for padding, one of all samples, and one for all; the empty vector joins anything."""
+
     class Masked(nn.Module):
         def __init__(self):
             super().__init__()
             self.inputs = nn.Linear(8, 24)
 
         def forward(self, x):
-            masks = {
-                "padding": (x[:, :, 0] > 0)[:, None, None] | torch.eye(6, dtype=torch.bool),
-                "of all samples": (x[0, :, :6] > 0) | torch.eye(6, dtype=torch.bool),
-                "one for all": torch.ones(6, 6, dtype=torch.bool).tril(),
-            }
-            heads = (y.unflatten(-1, (2, 4)).transpose(1, 2) for y in self.inputs(x).chunk(3, -1))
-            return nn.functional.scaled_dot_product_attention(*heads, attn_mask=masks[kind])
+            masks = (
+                (x[:, :, 0] > 0)[:, None, None] | torch.eye(6, dtype=torch.bool),
+                (x[0, :, :6] > 0) | torch.eye(6, dtype=torch.bool),
+                torch.ones(6, 6, dtype=torch.bool).tril(),
+            )
+            heads = [y.unflatten(-1, (2, 4)).transpose(1, 2) for y in self.inputs(x).chunk(3, -1)]
+            return [nn.functional.scaled_dot_product_attention(*heads, attn_mask=mask) for mask in masks]
 
-    params, buffers, loss_fn = df.functional(Masked(), lambda out, y: (out * out.cos()).mean() + y.mean())
+    def loss_of(outputs, y):
+        every = [out * (out + i).cos() for i, out in enumerate(outputs)]
+        return sum(x.mean() for x in every) + torch.cat([torch.zeros(0), y * y, every[0].flatten(), y[1:]]).mean()
+
+    params, buffers, loss_fn = df.functional(Masked(), loss_of)
     init, step = df.adapt_while_communicate(loss_fn, df.sgd(0.1), df.topology("one-peer-exp", N))
     one = other = df.stack(init(params, buffers), N)
     eager = df.simulate(step, N)
     compiled = df.compile(eager, backend="aot_eager", donate=False)
     for t, size in enumerate((5, 9, 4)):
         batch = torch.randn(N, size, 6, 8), torch.randn(N, size)
-        (one, _), (other, _) = eager(one, batch, t), compiled(other, batch, t)
-        torch.testing.assert_close(list(other.params), list(one.params))
-
-
-@pytest.mark.thorough
-def test_an_empty_vector_joins_anything_in_a_compiled_simulation_as_in_an_eager_one():
-    params, buffers, loss_fn = df.functional(
-        nn.Linear(3, 5), lambda out, y: torch.cat([torch.zeros(0), out * out, out[1:]]).mean() + y.mean()
-    )
-    init, step = df.adapt_while_communicate(loss_fn, df.sgd(0.1), df.topology("one-peer-exp", N))
-    one = other = df.stack(init(params, buffers), N)
-    eager = df.simulate(step, N)
-    compiled = df.compile(eager, backend="aot_eager", donate=False)
-    for t, size in enumerate((5, 9, 4)):
-        batch = torch.randn(N, size, 3), torch.randn(N, size)
-        (one, _), (other, _) = eager(one, batch, t), compiled(other, batch, t)
+        (one, expected), (other, metrics) = eager(one, batch, t), compiled(other, batch, t)
+        torch.testing.assert_close(metrics, expected)
         torch.testing.assert_close(list(other.params), list(one.params))
