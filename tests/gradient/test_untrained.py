@@ -194,9 +194,11 @@ def test_a_batch_that_carries_the_graph_of_another_module_is_refused(around, bac
     """Traced, the states of all steps were part of one graph: an encoder before the step kept every batch in memory."""
     net, encoder = nn.Linear(3, 1), nn.Linear(3, 3)
     params, buffers, loss_fn = df.functional(net, mse_loss)
-    given = encoder(BATCH[0]), BATCH[0].clone().requires_grad_()
     sizes = (1, 2) if around is AROUND["traced"] else (1,)
-    for given, n in [*itertools.product(given, sizes)] if backend is None else zip(given, reversed(sizes * 2)):
+    cases = [*itertools.product((encoder(BATCH[0]), BATCH[0].clone().requires_grad_()), sizes)]
+    if backend and len(sizes) > 1:
+        cases = cases[1:3]  # each kind, and each size
+    for given, n in cases:
         state, step = run_of(loss_fn, around, params, buffers, backend, n)
         first, *rest = (given, BATCH[1]) if n == 1 else df.stack((given, BATCH[1]), n)
         if given.is_leaf and around is AROUND["autograd"]:  # takes the gradient of the batch, as a plain loop does
