@@ -155,8 +155,10 @@ def test_attention_with_masks_and_an_empty_vector_compute_in_a_compiled_simulati
             return [nn.functional.scaled_dot_product_attention(*heads, attn_mask=mask) for mask in masks]
 
     def loss_of(outputs, y):
-        every = [out * (out + i).cos() for i, out in enumerate(outputs)]
-        return sum(x.mean() for x in every) + torch.cat([torch.zeros(0), y * y, every[0].flatten(), y[1:]]).mean()
+        every = [(out * (out + i).cos()).flatten(1) for i, out in enumerate(outputs)]
+        return (
+            sum(x.mean() for x in every) + torch.cat([torch.zeros(0), *every, every[0][1:]]).square().mean() + y.mean()
+        )
 
     params, buffers, loss_fn = df.functional(Masked(), loss_of)
     init, step = df.adapt_while_communicate(loss_fn, df.sgd(0.1), df.topology("one-peer-exp", N))
