@@ -97,7 +97,7 @@ def test_aux_of_micro_batches_that_differs_in_shape_is_a_list_with_both_gradient
 def on_this_rank():
     here = df.init()
     init, step = accumulating()
-    state, step = init(network.params()), df.compile(step, backend="eager")
+    state, step = init(network.params()), df.compile(step, backend="aot_eager")
     for t in range(4):
         batch = in_micro_batches(tuple(x[here.rank] for x in network.batches(here.size, t)), 4, axis=0)
         state, metrics = step(state, batch, t)
