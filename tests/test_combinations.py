@@ -25,6 +25,11 @@ _OFTEN, _RARE = [], [pytest.mark.thorough, pytest.mark.one_in(3)]
 rows = pytest.mark.parametrize(
     "row", [pytest.param(name, marks=_OFTEN if name in FAMILIES[1::3] else _RARE) for name in ROWS]
 )
+_SELDOM = [pytest.mark.thorough, pytest.mark.one_in(12)]
+few_rows = pytest.mark.parametrize(
+    "row", [pytest.param(name, marks=_OFTEN if name in FAMILIES[1::3] else _SELDOM) for name in ROWS]
+)
+"""Of tests that trace each row."""
 
 
 def _swept(step):
@@ -222,7 +227,7 @@ def test_reading_a_donated_run_changes_nothing(row):
         _assert_same(now, then)  # what was read is a copy
 
 
-@rows
+@few_rows
 def test_a_learning_rate_set_in_a_compiled_run_is_used_without_another_graph(row):
     algorithm = _built(row)
     graphs: list[Any] = []

@@ -63,11 +63,14 @@ def code_of_rank_0(topology, n, *how):
         return generated_code(step, state), len(state.params)
 
 
-def code_of_this_rank(topology):
+def code_of_this_rank(topology, unheard_of):
+    """On a rank: the code of a step that nobody knew before, how often Inductor compiled it, and how often it was found."""
     torch._dynamo.reset()
     counters.clear()
-    init, step, params = built(topology, df.init().size)
-    return generated_code(step, init(params))
+    around = lambda loss_fn: lambda params, x: unheard_of * loss_fn(params, x)  # noqa: E731
+    init, step, params = built(topology, df.init().size, around=around)
+    code = generated_code(step, init(params))
+    return code, counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"]
 
 
 @pytest.mark.one_in(2)
@@ -110,27 +113,12 @@ def test_by_autograd_posts_come_before_the_operator_and_waits_after_it_in_one_gr
     assert not re.search(r"arg\d+_1", returned) and "aten.copy_" not in body
 
 
-def test_the_generated_code_is_the_same_on_every_rank(ranks):
-    results = ranks(4).run(code_of_this_rank, "one-peer-exp")
+def test_one_rank_compiles_and_the_others_find_its_code_which_is_the_same(ranks):
+    results = ranks(4).run(code_of_this_rank, "one-peer-exp", 1 + time.time() % 1)
     # A comment may name a file, and how many graphs its process had compiled before.
     paths_and_comments = re.compile(r"/\S+|# .*")
-    assert len({paths_and_comments.sub("", code) for (code,) in results}) == 1
-
-
-def cache_misses(unheard_of):
-    """On a rank: how often Inductor compiled, and how often it found the code of a step that nobody knew before."""
-    torch._dynamo.reset()
-    counters.clear()
-    here = df.init()
-    schedule = df.topology("complete", num_workers=here.size)
-    init, step = df.adapt_while_communicate(lambda p, x: ((x - unheard_of * p) ** 2).mean(), df.sgd(0.1), schedule)
-    df.compile(step)(init(torch.ones(7)), torch.ones(7), 0)
-    return counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"]
-
-
-def test_one_rank_compiles_and_the_others_find_its_code(ranks):
-    found = ranks(4).run(cache_misses, 1 + time.time() % 1)
-    assert sorted(found) == [(0, 1), (0, 1), (0, 1), (1, 0)]
+    assert len({paths_and_comments.sub("", code) for (code,), *_ in results}) == 1
+    assert sorted(found for _, *found in results) == [[0, 1], [0, 1], [0, 1], [1, 0]]
 
 
 FIRST_STEP = """
@@ -195,34 +183,26 @@ def test_donated_and_pure_steps_agree_bit_for_bit_and_pure_ones_leave_their_inpu
     assert all(torch.equal(x, y) for x, y in zip(mine, theirs, strict=True))
 
 
-def test_a_donated_step_writes_over_the_state_and_allocates_no_second_one():
-    """Counted in the generated code: what is allocated at once never reaches the state's own size."""
+def test_a_donated_step_writes_over_the_state_in_one_loop_and_allocates_no_second_one():
+    """Counted in the generated code: what is allocated at once never reaches the state's own size.
+
+    The update and writing back are one loop, beside that of the gradient's norm.
+    """
     from torch._inductor.utils import run_and_get_code
 
     def loss_fn(params, batch):
         return (torch.tanh(batch @ params["w"]) ** 2).mean()
 
     init, step = df.adapt_while_communicate(loss_fn, df.adamw(1e-3), df.topology("complete", 1))
-    state = init({"w": torch.randn(300, 500)})
+    state = init({"w": torch.randn(320, 500)})
     addresses = [leaf.data_ptr() for leaf in trees.leaves(state)]
     step = df.compile(step)
-    (new, _), codes = run_and_get_code(step, state, torch.randn(4, 300), 0)
+    (new, _), codes = run_and_get_code(step, state, torch.randn(4, 320), 0)
     assert new is state and [leaf.data_ptr() for leaf in trees.leaves(new)] == addresses
     sizes = [int(n) for n in re.findall(r"empty_strided_cpu\(\((\d+), ", codes[0])]
     two_d = [int(a) * int(b) for a, b in re.findall(r"empty_strided_cpu\(\((\d+), (\d+)\)", codes[0])]
-    large = [n for n in sizes + two_d if n >= 300 * 500]
+    large = [n for n in sizes + two_d if n >= 320 * 500]
     assert len(large) <= 1  # the gradient; parameters and both moments are written in place
-
-
-def test_the_update_and_writing_back_are_one_loop_beside_that_of_the_gradients_norm():
-    """Counted in the generated code."""
-    from torch._inductor.utils import run_and_get_code
-
-    def loss_fn(params, batch):
-        return (torch.tanh(batch @ params["w"]) ** 2).mean()
-
-    init, step = df.adapt_while_communicate(loss_fn, df.adamw(1e-3), df.topology("complete", 1))
-    _, codes = run_and_get_code(df.compile(step), init({"w": torch.randn(320, 500)}), torch.randn(4, 320), 0)
     loops = re.findall(r"for\(int64_t x0=[^;]*; x0<static_cast<int64_t>\(160000L\).*?\n    \}", codes[0], re.DOTALL)
     stores = [loop.count(".store(") for loop in loops]
     assert sum(count > 0 for count in stores) == 1 and max(stores) >= 3 and len(loops) <= 2
@@ -238,10 +218,14 @@ def test_a_donated_step_whose_metrics_look_at_the_old_state_reports_the_old_stat
 
     batch = tuple(x[0] for x in network.batches(1, 0))
     _, donated = df.compile(reporting)(init(network.params()), batch, 0)
-    _, pure = df.compile(reporting, donate=False)(init(network.params()), batch, 0)
+    _, pure = df.compile(reporting, donate=False, backend="aot_eager")(init(network.params()), batch, 0)
     _, eager = reporting(init(network.params()), batch, 0)
     for a, b, c in zip(trees.leaves(donated), trees.leaves(pure), trees.leaves(eager), strict=True):
         torch.testing.assert_close(a, c), torch.testing.assert_close(b, c)
+
+
+def traced(step):
+    return df.compile(step, backend="aot_eager")
 
 
 def python_calls(tensors, around=lambda loss_fn: loss_fn, change=df.compile):
@@ -267,8 +251,8 @@ def test_a_step_is_a_dozen_python_calls_however_many_tensors_there_are(ranks):
 
 
 def test_a_step_by_autograd_and_an_eager_one_are_few_python_calls_however_many_tensors_there_are():
-    own, _ = python_calls(1, df.autograd)
-    assert own == python_calls(3, df.autograd)[0] and len(own) <= 56, (len(own), own)
+    own, _ = python_calls(3, df.autograd)
+    assert own == python_calls(1, df.autograd, traced)[0] and len(own) <= 56, (len(own), own)
     own, _ = python_calls(1, change=lambda step: step)
     assert own == python_calls(3, change=lambda step: step)[0] and len(own) <= 124, (len(own), own)
 
@@ -335,7 +319,7 @@ def test_what_the_loss_looks_at_is_looked_at_again():
     module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Dropout(1.0))
     params, buffers, loss_fn = df.functional(module, lambda output, target: ((output - target) ** 2).mean())
     init, step = df.adapt_then_combine(loss_fn, df.sgd(0.0), df.topology("complete", 1))
-    state, step = init(params, buffers), df.compile(step)
+    state, step = init(params, buffers), df.compile(step, backend="aot_eager")
     batch = torch.ones(4, 3), torch.zeros(4, 2)
     _, training = step(state, batch, 0)
     module.eval()

@@ -142,8 +142,8 @@ def test_a_language_model_that_is_stopped_goes_on_as_if_it_had_not_been(language
     assert train("parts", *options) == whole and not (tmp_path / "run" / "preempted.json").exists()
 
 
-def test_one_worker_alone_sends_nothing(tmp_path):
-    run("train_lm.py", *TINY, "--out", str(tmp_path / "alone.jsonl"))
+def test_one_worker_alone_sends_nothing(language_model, tmp_path):
+    language_model.main(tyro.cli(language_model.Config, args=[*TINY, "--out", str(tmp_path / "alone.jsonl")]))
     *steps, end = lines(tmp_path / "alone.jsonl")[1:]
     assert [line["bytes_sent"] for line in steps] == [0, 0, 0]
     assert end["bits_per_byte"]["replicas"] == [pytest.approx(end["bits_per_byte"]["consensus_mean"])]

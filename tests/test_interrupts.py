@@ -63,10 +63,22 @@ class Interrupting:
         return lambda *args: Run(graph).run(*args)
 
 
-def test_an_interrupt_between_any_two_kernels_leaves_the_new_state():
+@pytest.fixture(scope="module")
+def interruptible():
+    """`interruptible()`: the backend of a compiled step, the step and a state of its own."""
     backend = Interrupting()
     step, start = made(backend)
-    expected, total = copy.deepcopy(start), -backend.nodes
+
+    def of_a_test():
+        vars(backend).update(vars(Interrupting()))
+        return backend, step, copy.deepcopy(start)
+
+    return of_a_test
+
+
+def test_an_interrupt_between_any_two_kernels_leaves_the_new_state(interruptible):
+    backend, step, start = interruptible()
+    expected, total = copy.deepcopy(start), 0
     step(expected, X, 1)
     total += backend.nodes
     new, (then, _) = values(expected), step(expected, X, 2)
@@ -115,12 +127,12 @@ def test_an_interrupt_at_any_line_between_graph_and_exchange_leaves_the_old_or_t
     assert sorted(found) == found and any(found) and not all(found)
 
 
-def test_a_second_interrupt_is_not_held_back():
-    backend = Interrupting()
-    step, state = made(backend)
+def test_a_second_interrupt_is_not_held_back(interruptible):
+    backend, step, state = interruptible()
+    step(state, X, 1)
     nodes, backend.nodes, backend.after, backend.times = backend.nodes, 0, 2, 2
     with pytest.raises(KeyboardInterrupt):
-        step(state, X, 1)
+        step(state, X, 2)
     assert backend.nodes == 2 < nodes
 
 
@@ -133,9 +145,8 @@ def test_an_interrupt_while_a_step_compiles_is_not_held_back():
         made(backend)
 
 
-def test_the_users_own_handler_is_called_once_and_stays():
-    backend, calls = Interrupting(), []
-    step, state = made(backend)
+def test_the_users_own_handler_is_called_once_and_stays(interruptible):
+    (backend, step, state), calls = interruptible(), []
     before = signal.signal(signal.SIGINT, lambda *args: calls.append(args[0]))
     try:
         mine = signal.getsignal(signal.SIGINT)

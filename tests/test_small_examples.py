@@ -1,6 +1,8 @@
 """The small examples do what they say: each shows a law or a figure."""
 
+import contextlib
 import importlib
+import io
 import subprocess
 import sys
 from functools import partial
@@ -48,12 +50,17 @@ def test_gossip_is_the_product_of_mixing_matrices_and_exact_after_log_n_phases(e
     assert table["static-ring"][32] > 0.5
 
 
-def test_gossip_says_the_same_in_two_processes():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(EXAMPLES / "average_consensus.py"), "--num-workers", "8"]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert finished.returncode == 0, finished.stderr
-    heads, *rows = finished.stdout.splitlines()
+def said_on_this_rank(num_workers):
+    with pytest.MonkeyPatch.context() as patched, contextlib.redirect_stdout(io.StringIO()) as said:
+        patched.syspath_prepend(EXAMPLES)
+        importlib.import_module("average_consensus").main(num_workers)
+    return said.getvalue()
+
+
+def test_gossip_says_the_same_in_two_processes(ranks):
+    said, nothing = ranks(2).run(said_on_this_rank, 8)
+    assert not nothing
+    heads, *rows = said.splitlines()
     for column, name in enumerate(heads.split()[1:], start=1):
         shown = {int(row.split()[0]): float(row.split()[column]) for row in rows}
         assert shown == pytest.approx(distances(df.topology(name, 8), shown), rel=0.1, abs=1e-12)

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import pytest
 import torch
@@ -66,14 +67,19 @@ def stepped(loss_fn, batch, mode):
     return (df.donate(step) if mode == "donated" else step)(state, batch, 0)
 
 
+@cache
+def trained_on(kind, mode, around):
+    loss_fn = around(lambda params, batch: (batch["x"] @ params["w"]).square().mean())
+    given = X if mode in ("simulated", "both") else X[0]
+    return stepped(loss_fn, {"x": given.clone().as_subclass(kind)}, mode)
+
+
 @pytest.mark.parametrize("around", [lambda loss_fn: loss_fn, df.autograd], ids=["traced", "autograd"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", [Tagged, Refusing])
 def test_a_tensor_of_a_subclass_trains_as_a_plain_one_and_the_loss_is_plain(kind, mode, around):
-    loss_fn = around(lambda params, batch: (batch["x"] @ params["w"]).square().mean())
-    given = X if mode in ("simulated", "both") else X[0]
-    state, metrics = stepped(loss_fn, {"x": given.as_subclass(kind)}, mode)
-    expected, plain = stepped(loss_fn, {"x": given.clone()}, mode)
+    state, metrics = trained_on(kind, mode, around)
+    expected, plain = trained_on(torch.Tensor, mode, around)
     assert type(metrics.loss) is torch.Tensor
     assert {type(x) for x in trees.leaves((state, df.params(state)))} == {torch.Tensor}
     torch.testing.assert_close(metrics.loss, plain.loss, rtol=0, atol=0)

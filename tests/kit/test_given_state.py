@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import cache
 
 import pytest
 import torch
@@ -68,6 +69,7 @@ def test_without_init_a_state_that_the_step_cannot_read_is_refused(row, how):
             first_step(step, state, how)
 
 
+@cache
 def state_of(row):
     return algorithm(row, df.sgd(0.1)).init(network.params())
 

@@ -218,7 +218,7 @@ def bits_of(x):
 @pytest.mark.parametrize("name", ["static-ring", "complete", "random-matching", "every"])
 def test_buffers_that_are_equal_on_all_workers_stay_bit_for_bit(name, overlap, mode):
     """Of any value and dtype; a third of three and of seven equal numbers adds up to another one."""
-    for n in (3, 7):
+    for n in ((3,) if overlap else (7,)) if mode == "aot_eager" else (3, 7):
         topology = df.topologies.every(2, df.topology("complete", n)) if name == "every" else df.topology(name, n)
         algorithm = df.adapt_then_combine(lambda p, b, x: (p.sum(), (b, None)), df.sgd(0.0), topology)
         init, step = df.average_buffers(algorithm, overlap=overlap)
