@@ -111,18 +111,20 @@ def cells(name: str, whole: dict[str, list]) -> list[str]:
 
 def table(rows: dict[str, list[str]]) -> str:
     """The table in Markdown."""
-    lines = ["| without | purpose | " + " | ".join(CASES) + " | so |", "|---" * (len(CASES) + 3) + "|"]
+    lines = ["| without | not the same | so |", "|---|---|---|"]
     for private in NAMES:
-        lines.append(
-            f"| `{private.name}` | {private.purpose} | " + " | ".join(rows[private.name]) + f" | {private.without} |"
-        )
+        differs = [f"{case}: {cell}" for case, cell in zip(CASES, rows[private.name], strict=True) if cell != "same"]
+        lines.append(f"| `{private.name}` | {', '.join(differs) or '–'} | {private.without} |")
     return "\n".join(lines) + "\n"
 
 
 def shown() -> dict[str, list[str]]:
     """The rows of the page's table."""
     rows = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| `torch.")]
-    return {row[0].strip("`"): row[2:-1] for row in rows}
+    said = {
+        name.strip("`"): dict(part.split(": ") for part in cell.split(", ") if part != "–") for name, cell, _ in rows
+    }
+    return {name: [differs.get(case, "same") for case in CASES] for name, differs in said.items()}
 
 
 if __name__ == "__main__":
