@@ -1,12 +1,15 @@
 """Steps in the lab beside what `df.plan` and `df.clock` say: `python -m tests.plan_against_lab [NETWORK ...]`.
 
 In each network of four hosts (`decentfn lab`), gloo ranks measure the links as `decentfn links` does, and the computation of
-each setting without messages, then its steps. The plan and the clock know the file of the links, and that computation.
+each setting without messages, then its steps. What a compressed method computes depends on what it receives, so its
+computation is a step of the same ranks on links without a limit, measured before.
+The plan and the clock know the file of the links, and that computation.
 Computation is eight layers that sleep, a third of the time in the forward pass, so two cores are enough for four hosts.
 """
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tempfile
@@ -53,8 +56,7 @@ class Setting(NamedTuple):
     plan: tuple[str, dict[str, Any]] | None = None
     period: int = 2
     periods: int = 10
-    alone: Callable[[Any, Any], Any] | None = None
-    """Whose computation this has, of gossip's kind; None: `gossip()`."""
+    is_compressed: bool = False
 
 
 def gossip(**options):
@@ -81,20 +83,6 @@ AWC, DDP = ("adapt_while_communicate", {}), ("DDP", {})
 NARROW, AFTER, ALONE = {"wire_dtype": torch.bfloat16}, {"begins": 1.0}, {"is_awaited": False}
 
 
-def decoding(compressor, messages):
-    """This one, which also decodes so many messages of neighbors: the computation of a step without them."""
-
-    def compress(x, plan, key):
-        message = compressor.compress(x, plan, key)
-        for _ in range(messages):
-            message = message + 0 * compressor.decompress(message, plan)[0].to(message.dtype)
-        return message
-
-    return compressor._replace(compress=compress)
-
-
-SQUEEZED = compressed("deep_squeeze", decoding(top_k(0.05), 1), 0.5)
-SIGNED = compressed("deep_squeeze", decoding(sign(), 2), 0.5)
 NETWORKS = {
     "100 Mbit/s, 5 ms": (
         ["--mbit", "100", "--delay-ms", "5"],
@@ -112,7 +100,7 @@ NETWORKS = {
                 0.1,
                 AFTER,
                 ("deep_squeeze", {"sent": 0.1}),
-                alone=SQUEEZED,
+                is_compressed=True,
             ),
             Setting(
                 "CHOCO-SGD, sign",
@@ -123,7 +111,7 @@ NETWORKS = {
                 0.1,
                 1 / 32,
                 AFTER,
-                alone=SIGNED,
+                is_compressed=True,
             ),
         ],
     ),
@@ -208,7 +196,7 @@ NETWORKS = {
                 0.1,
                 0.04,
                 AFTER,
-                alone=SQUEEZED,
+                is_compressed=True,
             ),
         ],
     ),
@@ -240,7 +228,7 @@ NETWORKS = {
                 1 / 32,
                 AFTER,
                 ("deep_squeeze", {"sent": 1 / 32}),
-                alone=SIGNED,
+                is_compressed=True,
             ),
         ],
     ),
@@ -298,7 +286,7 @@ def stepper(setting, seconds, topology):
             x = Layer.apply(x, w, seconds)
         return x
 
-    init, step = (setting.make if topology else setting.alone or gossip())(loss, topology or NEVER)
+    init, step = (setting.make if topology else gossip())(loss, topology or NEVER)
     state = init([p.detach().clone() for p in module.w])
 
     def take(t):
@@ -352,19 +340,34 @@ def predictions(setting, path, seconds):
     return planned, float(max(of_each)), fast
 
 
+def of_each_rank(setting, is_alone, periods):
+    """Seconds per step of all ranks, without messages or with them."""
+    rank, everyone = dist.get_rank(), [0.0] * N
+    seconds = setting.seconds[rank] if isinstance(setting.seconds, list) else setting.seconds
+    topology = None if is_alone else df.topology(setting.topology, N)
+    dist.all_gather_object(everyone, timed(setting, seconds, topology, setting.period, periods))
+    return everyone
+
+
+def on_free_links(network, folder):
+    df.init()
+    found = [of_each_rank(setting, False, 5) for setting in NETWORKS[network][1] if setting.is_compressed]
+    if dist.get_rank() == 0:
+        Path(folder, "computation.json").write_text(json.dumps(found))
+    dist.barrier()
+
+
 def on_ranks(network, folder):
     path = Path(folder, "links.json")
     links(out=path)
     here = df.init()
     dist.barrier()
+    before = Path(folder, "computation.json")
+    free = iter(json.loads(before.read_text()) if before.exists() else [])
     for setting in NETWORKS[network][1]:
-        sleeps = setting.seconds if isinstance(setting.seconds, list) else [setting.seconds] * N
-        alone = timed(setting, sleeps[here.rank], None, setting.period, 5)
-        taken = timed(setting, sleeps[here.rank], df.topology(setting.topology, N), setting.period, setting.periods)
-        everyone: list[Any] = [None] * N
-        dist.all_gather_object(everyone, (alone, taken))
+        alone = next(free) if setting.is_compressed else of_each_rank(setting, True, 5)
+        taken = of_each_rank(setting, False, setting.periods)
         if here.rank == 0:
-            alone, taken = [its[0] for its in everyone], [its[1] for its in everyone]
             planned, clocked, fast = predictions(setting, path, alone)
             row = {"network": network, "setting": f"{setting.name}, {setting.topology}, {setting.mb} MB"}
             row |= {"held out": setting.is_held_out, "compute": median(alone), "plan": planned, "clock": clocked}
@@ -388,9 +391,17 @@ def main(names):
     )
     with tempfile.TemporaryDirectory() as folder:
         for name in names or NETWORKS:
-            lab = [sys.executable, "-m", "decentfn", "lab", "-n", str(N), *NETWORKS[name][0], "--"]
-            subprocess.run([*lab, sys.executable, "-m", "tests.plan_against_lab", "--ranks", name, folder], check=True)
+            free = [("--free", [])] * any(setting.is_compressed for setting in NETWORKS[name][1])
+            for how, limits in (*free, ("--ranks", NETWORKS[name][0])):
+                lab = [sys.executable, "-m", "decentfn", "lab", "-n", str(N), *limits, "--"]
+                train = [sys.executable, "-m", "tests.plan_against_lab", how, name, folder]
+                subprocess.run([*lab, *train], check=True)
 
 
 if __name__ == "__main__":
-    on_ranks(*sys.argv[2:]) if sys.argv[1:2] == ["--ranks"] else main(sys.argv[1:])
+    if sys.argv[1:2] == ["--free"]:
+        on_free_links(*sys.argv[2:])
+    elif sys.argv[1:2] == ["--ranks"]:
+        on_ranks(*sys.argv[2:])
+    else:
+        main(sys.argv[1:])

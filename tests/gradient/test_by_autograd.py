@@ -328,6 +328,26 @@ def test_unused_parameters_are_skipped_as_torch_does_or_move_on(compiled):
     assert torch.equal(df.params(state)["experts.2.weight"][1], params["experts.2.weight"])
 
 
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_rare_average_takes_the_leaves_that_its_own_step_does_not_use(skips):
+    """PyTorch's PeriodicModelAverager leaves them out: findings/local_sgd_and_two_heads.sh."""
+    target = torch.tensor([1.0, 2.0])
+
+    def loss_fn(params, batch):
+        task, worker = batch
+        head = params["even" if task.item() == 0 else "odd"]
+        return (params["trunk"] * head - target[worker.long()]).square().mean()
+
+    local = df.topologies.every(2, df.topology("complete", 2))
+    init, step = df.adapt_then_combine(df.autograd(loss_fn, skip_unused=skips), df.sgd(0.1), local)
+    state = df.stack(init({name: torch.ones(3) for name in ("trunk", "even", "odd")}), 2)
+    step, seen = df.simulate(step, 2), set[tuple[int, bool]]()
+    for t in range(6):
+        state, _ = step(state, (torch.full((2,), t % 2), torch.arange(2)), t)
+        seen.add((t % 2, all(torch.equal(*p) for p in df.params(state).values())))
+    assert seen == {(0, True), (1, False)}, "all leaves are equal after a step that averages, and apart after the other"
+
+
 @pytest.mark.parametrize("name", ["all_reduce", "demo", "relay_sgd"])
 def test_replicas_stay_equal_where_workers_use_different_leaves(name):
     def loss_fn(params, batch):
