@@ -68,7 +68,7 @@ def cells_of(row):
         is_family = row in contract.FAMILIES
         if promise not in INDUCTOR:
             # An algorithm does not see where its gradient comes from.
-            repeats = promise == "works_by_autograd" or promise == "laws_hold" and scales
+            repeats = promise == "works_by_autograd" and not is_family or promise == "laws_hold" and scales
             is_slow = repeats or row in FURTHER_FORMS and promise in OF_A_TRACE
             yield promise, TRACED, "slow" if is_slow else "thorough"
         if promise in COMPILED:
