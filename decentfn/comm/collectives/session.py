@@ -164,10 +164,15 @@ class Board:
 
     def other(self, calls: int, step: int) -> tuple[int, int] | None:
         """Return a rank that made this call at another step, and that step."""
-        first = self._ask(lambda store: store.compare_set(f"call {calls}", "", f"{self.rank} {step}"))
-        if calls > _KEPT:
-            self._ask(lambda store: store.delete_key(f"call {calls - _KEPT}"))
-        rank, other = (self.rank, step) if first is None else map(int, first.split())
+        if self.store is None:
+            return None
+        try:
+            first = self.store.compare_set(f"call {calls}", "", f"{self.rank} {step}")
+            if calls > _KEPT:
+                self.store.delete_key(f"call {calls - _KEPT}")
+        except RuntimeError as error:
+            return self._lose(error)
+        rank, other = map(int, first.split())
         return None if other == step else (rank, other)
 
     def other_in_group(self, group: Any, ranks: Sequence[int], numbers: list[int], x: Tensor) -> list[int] | None:
@@ -191,10 +196,10 @@ class Board:
         name = f"mean over {list(ranks)}"
         last = self._means.get(name, "")
         own = " ".join(map(str, [int((last or "0").split()[0]) + 1, self.rank, *numbers]))
-        found = self._ask(lambda store: store.compare_set(name, last, own))
-        if found is None:
-            return None
-        self._means[name] = found.decode()
+        try:
+            self._means[name] = self.store.compare_set(name, last, own).decode()
+        except RuntimeError as error:
+            return self._lose(error)
         _, rank, *theirs = map(int, self._means[name].split())
         return None if theirs == numbers else [rank, *theirs]
 
@@ -206,13 +211,17 @@ class Board:
             return is_new
         return isinstance(group, dist.ProcessGroupGloo) or "gloo" in str(dist.get_backend_config(group))
 
+    def _lose(self, error: RuntimeError) -> None:
+        """Go on without a board: the store's process has finished or died; messages will fail."""
+        _log.info("t is no longer compared between ranks: the store does not answer (%s)", error)
+        self.store = None
+
     def _ask(self, question: Callable[[Any], Any]) -> Any:
         """Return the store's answer; None without a store that answers."""
         try:
             return None if self.store is None else question(self.store)
-        except RuntimeError as error:  # the store's process has finished or died; messages will fail
-            _log.info("t is no longer compared between ranks: the store does not answer (%s)", error)
-            self.store = None
+        except RuntimeError as error:
+            return self._lose(error)
 
     def write(self, note: FailureNote) -> None:
         """Leave a note about a failed call."""
