@@ -59,7 +59,10 @@ def equitopo_u_static(num_workers: int, *, M: int | None = None, seed: int = 0) 
 
     Cost per step and worker: at most 2M messages. A static graph for each seed.
 
-    Args: those of `equitopo_d_static`, M at most 32.
+    Args:
+        num_workers: N >= 1.
+        M: number of distances, 1 to 32; ⌈log2 N⌉ by default.
+        seed: any integer.
 
     Source: Song et al., NeurIPS 2022.
     """
@@ -112,7 +115,10 @@ def equitopo_ou_dyn(num_workers: int, *, eta: float = 0.5, seed: int = 0) -> Top
     From a random start s, workers s, s+1, ... in turn pair with the worker at distance a, if both are free.
     Cost per step and worker: at most one message. A function of (seed, t), the same on every worker.
 
-    Args: those of `equitopo_od_dyn`.
+    Args:
+        num_workers: N >= 1.
+        eta: η in (0, 1].
+        seed: any integer.
 
     Source: Song et al., NeurIPS 2022.
     """

@@ -159,7 +159,9 @@ def grid(num_workers: int, *, rows: int | None = None) -> Topology:
 
     Cost per step and worker: four messages at most.
 
-    Args: those of `torus`.
+    Args:
+        num_workers: N = rows x columns; worker `r * columns + c` is in row r, column c.
+        rows: the number of rows, a divisor of N; by default the largest that is at most √N.
     """
     number = _numbered("grid", num_workers, rows)
     return _lattice("grid", (number[:-1], number[1:]), (number[:, :-1], number[:, 1:]), num_workers)

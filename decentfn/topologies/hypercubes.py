@@ -128,7 +128,9 @@ def simple_base(num_workers: int, *, k: int = 1) -> Topology:
 
     The mean is exact after a period. Cost per step and worker: at most k messages.
 
-    Args: those of `base`.
+    Args:
+        num_workers: any N.
+        k: most peers per step, 1 to 64.
 
     Source: Takezawa et al., NeurIPS 2023, algorithm 2.
     """
