@@ -25,6 +25,8 @@ CASES = {
         loss_fn, df.sgd(1.0), df.topology("static-ring", N), compressor=df.compressors.random_k(0.5), gamma=0.3
     ),
     "relay_sgd": lambda gamma: df.relay_sgd(loss_fn, df.sgd(1.0), df.topology("chain", N)),
+    "diloco, guarded": lambda gamma: df.guard(CASES["diloco"](gamma)),
+    "adapt_while_communicate, guarded": lambda gamma: df.guard(CASES["adapt_while_communicate"](gamma)),
 }
 
 
@@ -100,6 +102,17 @@ def test_what_differs_between_runs_has_a_row_for_each():
     states = df.stack_runs([df.stack(of_torch.init(starts[0]), N)] * R)
     with pytest.raises(ValueError, match=r"df.from_torch updates one worker after the other"):
         df.sweep(df.simulate(of_torch.step, N), R)(states, batches, 0)
+
+
+def test_a_sweep_that_cannot_be_traced_is_not_blamed_on_its_loss():
+    """Without the compiler, the loss is tried on the workers of one run."""
+    batches, starts = data()
+    reads = lambda grads, state, params: (trees.map(lambda g: -g * float(g.sum()), grads), state)  # noqa: E731
+    optimizer = df.Transform(lambda params: (), reads)
+    init, step = df.adapt_then_combine(loss_fn, optimizer, df.topology("ring", N))
+    step = df.compile(df.sweep(df.simulate(step, N), R), backend="eager")
+    with pytest.raises(RuntimeError, match="torch.compile could not trace the step"):
+        step(df.stack_runs([df.stack(init(start), N) for start in starts]), batches, 0)
 
 
 def test_runs_are_not_taken_for_workers():

@@ -75,7 +75,8 @@ def _raise_own(step: Step, state: Any, batch: PyTree) -> None:
         def leaf(x: Any) -> Any:
             return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
 
-        given, simulated = trees.map(leaf, (list(state.params), state.buffers, batch)), step.had("simulate")
+        given, simulated = (list(state.params), state.buffers, batch), step.had("simulate")
+        given = trees.map(leaf, trees.map(lambda x: x[0], given) if step.had("sweep") else given)  # of one run
         if simulated is None or simulated.size is None:
             gradient(*given)
         else:

@@ -38,7 +38,7 @@ _ops = torch.ops.decentfn
 
 def is_batched(x: Tensor) -> bool:
     """Return True if `vmap` batches this tensor over workers."""
-    return type(x) is Tensor and is_wrapped(x) and bool(_ops.is_batched(x))
+    return type(x) is Tensor and is_wrapped(x) and _ops.is_batched(x) is _YES  # fake tensors let nobody read a value
 
 
 def is_wrapped(x: Tensor) -> bool:
