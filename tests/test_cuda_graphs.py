@@ -127,7 +127,7 @@ def test_the_mode_replays_a_compiled_step(monkeypatch):
         records.append(result)
 
         def replay():
-            with inputs.reading():
+            with context.having(inputs=inputs):
                 for old, new in zip(*map(trees.leaves, (result, function())), strict=True):
                     old.copy_(new)
 

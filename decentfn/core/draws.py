@@ -133,6 +133,7 @@ def torch_draws(t: int, worker: int, part: int = 0) -> Iterator[None]:
     for generator in generators:
         if generator not in context.generators:
             before[generator] = generator.get_state()
+    for generator in generators:  # after all are read, which one may refuse
         generator.manual_seed(hashed(base, t, worker, part, 1))  # 1: differs from every key of `worker_seed`
     context.seed, context.generators = base, (*context.generators, *before)
     try:

@@ -1,5 +1,6 @@
 """Optimizers of torch.optim as pairs `(init, update)`: equal to themselves in a plain loop."""
 
+import gc
 import threading
 import warnings
 from contextlib import suppress
@@ -11,6 +12,7 @@ from torch._dynamo.testing import CompileCounter
 
 import decentfn as df
 from decentfn.core.buckets import flatten
+from decentfn.core.handles import by_handle
 from decentfn.optim.transforms import from_torch
 from decentfn.testing.ranks import on_kept_ranks
 
@@ -194,19 +196,30 @@ def test_ranks_that_are_threads_leave_the_compiler_on():
 
 
 @pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.thorough)])
-def test_an_elementwise_optimizer_of_buckets_equals_that_of_leaves(backend, tmp_path):
+@pytest.mark.parametrize("bucket_mb", [1e-4, 25])
+def test_an_elementwise_optimizer_of_buckets_equals_that_of_leaves(backend, bucket_mb, tmp_path):
     make, scheduler, n = VARIANTS["AdamW"], SCHEDULERS["one cycle"], 2
     topology, batches = df.topology("complete", n), torch.stack([BATCHES[:10], BATCHES[10:]], 1)
     ends = []
     for elementwise in (True, False):
         optimizer = from_torch(make, scheduler, elementwise=elementwise)
-        init, step = df.adapt_while_communicate(loss_fn, optimizer, topology, bucket_mb=1e-4)
+        init, step = df.adapt_while_communicate(loss_fn, optimizer, topology, bucket_mb=bucket_mb)
         step = df.simulate(step, n) if backend is None else df.compile(df.simulate(step, n), backend=backend)
         state, _ = ours(step, df.stack(init(start()), n), batches[:4])
         df.checkpoint.save(tmp_path / str(elementwise), state, 4)
         state = df.checkpoint.restore(tmp_path / str(elementwise), df.stack(init(start()), n)).state
         ends.append(df.params(ours(step, state, batches[4:], 4)[0]))
     assert_equal(*ends)
+
+
+def test_a_plans_number_lives_as_long_as_the_plan():
+    """Equal plans share a number, which a compiled step keeps when the first of them is gone."""
+    first, second = (flatten({"only here": torch.ones(3, 7)}).plan for _ in range(2))
+    number = first.number()
+    assert second.number() == number
+    del first
+    gc.collect()
+    assert by_handle(number) == second
 
 
 def on_a_rank(local):

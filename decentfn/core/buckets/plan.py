@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from decentfn.core import trees
-from decentfn.core.handles import number_of
+from decentfn.core.handles import by_handle, number_of
 from decentfn.core.trees import PyTree
 from decentfn.torch_private.dynamo import constant_while_traced
 
@@ -132,8 +132,11 @@ class Plan:
 
     @constant_while_traced
     def number(self) -> int:
-        """Return the number under which `by_handle` finds an equal plan: operators take integers."""
-        return number_of(self)
+        """Return the number under which `by_handle` finds an equal plan, while this one lives: operators take integers."""
+        number = number_of(self)
+        if (equal := by_handle(number)) is not self:
+            vars(self)["equal"] = equal  # which somebody else may drop
+        return number
 
     @property
     def is_sharded(self) -> bool:

@@ -95,7 +95,9 @@ def from_torch(
         _step(list(grads), list(new), trees.leaves(state), handle, _plan_number(number, params.plan.number()), 0)
         return each(lambda y, x: (y.to(wide(y.dtype)) - x.to(wide(x.dtype))).to(x.dtype), new, params), state
 
-    return descending(init, update)
+    made = descending(init, update)
+    made.is_own = not elementwise
+    return made
 
 
 class _Adapter:

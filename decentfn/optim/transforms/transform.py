@@ -40,7 +40,8 @@ class MaskedTransform(Transform):
     masks: tuple[Mask, ...] = ()
     sign: Sign = 0
     is_own: bool = False
-    """True for this library's, whose updates read no old state after they have written over it (`buckets.into`)."""
+    """True for this library's, whose updates read no old state after they have written over it (`buckets.into`), and whose
+    state can be computed leaf by leaf."""
 
 
 class Averaging(ABC):
@@ -59,7 +60,7 @@ class Averaging(ABC):
 
 def _declared(
     init: Callable[..., Any], update: Callable[..., Any], masks: tuple[Mask, ...], sign: Sign, *parts: Any
-) -> Transform:
+) -> MaskedTransform:
     transform = MaskedTransform(init, update)
     transform.masks, transform.sign, transform.is_own = masks, sign, all(getattr(x, "is_own", False) for x in parts)
     return transform
@@ -74,12 +75,12 @@ def _at(sign: Sign, name: str, shape: tuple[int, ...]) -> int:
     return sign if isinstance(sign, int) else sign(name, shape)
 
 
-def ascending(init: Callable[..., Any], update: Callable[..., Any]) -> Transform:
+def ascending(init: Callable[..., Any], update: Callable[..., Any]) -> MaskedTransform:
     """Make a transform whose updates point along the gradient; a later one in the chain must descend."""
     return _declared(init, update, (), 1)
 
 
-def descending(init: Callable[..., Any], update: Callable[..., Any]) -> Transform:
+def descending(init: Callable[..., Any], update: Callable[..., Any]) -> MaskedTransform:
     """Make a transform whose updates point against the gradient; two of them in a chain ascend."""
     return _declared(init, update, (), -1)
 
