@@ -452,13 +452,18 @@ def test_a_guarded_step_keeps_the_state_where_a_gradient_is_bad(name, around, mo
         assert_equal(df.params(df.worker(state, 1)), expected)
 
 
-def test_a_guarded_simulation_of_whole_buckets_says_why_it_does_not_compile():
+def test_a_guarded_simulation_of_whole_buckets_compiles():
     init, step = df.guard(
         df.adapt_while_communicate(loss_fn, from_torch(VARIANTS["AdamW"], elementwise=True), df.topologies.idle(2))
     )
-    step = df.compile(df.simulate(step, 2), backend="aot_eager")
-    with pytest.raises(ValueError, match="leave elementwise=True out"):
-        step(df.stack(init(start()), 2), BATCHES[:2], 0)
+    eager, batches = df.simulate(step, 2), torch.stack([BATCHES[:6], BATCHES[6:12]], 1)
+    batches[3, 1] = torch.nan  # of one worker, in one step
+    ends = [
+        df.params(ours(how, df.stack(init(start()), 2), batches)[0])
+        for how in (eager, df.compile(eager, backend="aot_eager"))
+    ]
+    assert_equal(*ends)
+    assert all(x.isfinite().all() for x in ends[0].values())
 
 
 class ByEpoch:
