@@ -16,7 +16,7 @@ from decentfn.comm import collectives
 from decentfn.core import PyTree, as_step, brief, context, draws, require, trees, warn
 from decentfn.core.buckets import Buckets, Plan
 from decentfn.gradient import LossFn, is_by_autograd, tell_of_batch
-from decentfn.gradient.side_channel import with_side_channel
+from decentfn.gradient.side_channel import SideChannel, with_side_channel
 from decentfn.kit.state_check import left_alone, require_result
 from decentfn.timing.replay import Replay
 from decentfn.topologies import Topology
@@ -153,7 +153,8 @@ class Step:
             outer, context.resting = context.resting, collectives.find_rounds(known, t, number)
             context.arrivals = self.arrivals
             try:
-                if self.is_by_autograd and not functorch.has_no_value(state.params.tensors[0]):
+                is_hidden = isinstance(batch, SideChannel)  # by the step of which this one is a part
+                if self.is_by_autograd and not is_hidden and not functorch.has_no_value(state.params.tensors[0]):
                     result = with_side_channel(self.run, state, batch, t)
                 else:
                     result = self.run(state, batch, t)
@@ -248,6 +249,13 @@ class Algorithm(_Pair):
     def __new__(cls, init: Callable[..., Any], step: Callable[..., tuple[Any, Any]]) -> Algorithm:
         """Make the pair; a plain function becomes a `Step`."""
         return super().__new__(cls, init, Step.of(step))
+
+    def _replace(self, **changes: Any) -> Algorithm:
+        """Return a copy with another `init` or `step`; a plain function has the loss and the topology of this step."""
+        init, step = super()._replace(**changes)
+        if not isinstance(step, Step):
+            step = replace(Step.of(step), loss_fn=self.loss_fn, topology=self.topology)
+        return Algorithm(init, step)
 
     @property
     def loss_fn(self) -> LossFn | None:

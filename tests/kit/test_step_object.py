@@ -33,6 +33,29 @@ def test_its_fields_say_what_was_done_to_it():
         step.transforms = ()
 
 
+@pytest.mark.parametrize("around", [lambda loss_fn: loss_fn, df.autograd])
+@pytest.mark.parametrize("wrap", [lambda algorithm: algorithm, df.guard, df.ema, df.average_buffers])
+def test_a_plain_function_in_place_of_a_step_has_its_loss_and_topology(around, wrap):
+    """As a user's own wrapper: it is simulated, wrapped and resized as the step that it calls."""
+
+    def loss_fn(params, batch):
+        return ((params - batch) ** 2).sum(), 2 * batch
+
+    own = df.adapt_then_combine(around(loss_fn), df.sgd(0.1), df.topology("ring", N))
+    plain = own._replace(step=lambda state, batch, t: own.step(state, batch, t))
+    assert (plain.loss_fn, plain.topology) == (own.loss_fn, own.topology)
+    batch, ends = torch.arange(3.0 * N).view(N, 3), []
+    for algorithm in (wrap(own), wrap(plain)):
+        state, step = df.stack(algorithm.init(torch.ones(3)), N), df.simulate(algorithm.step, N)
+        for t in range(2):
+            state, metrics = step(state, batch, t)
+        ends.append((df.resize(state, algorithm), metrics))
+    assert_equal(*ends)
+    alone = df.all_reduce(around(loss_fn), df.sgd(0.1), df.topology("complete", 1))
+    plain = alone._replace(step=lambda state, batch, t: alone.step(state, batch, t))
+    assert_equal(*(made.step(made.init(torch.ones(3)), batch[0], 0) for made in (alone, plain)))
+
+
 def test_torch_func_and_torch_compile_take_it_as_a_function():
     state, step = started()
     batch = network.batches(N, 0)
