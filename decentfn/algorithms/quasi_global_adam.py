@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
+from decentfn.core import require_by
 from decentfn.core.buckets import in_parts
 from decentfn.optim.transforms.basic import RULES
 
@@ -70,8 +71,7 @@ def quasi_global_adam(
         ValueError: β₁ or β₂ outside [0, 1), a push-sum topology.
     """
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
-    for name, value in {"b1": b1, "b2": b2, "eps": eps}.items():
-        RULES[name]("quasi_global_adam", name, value)
+    require_by(RULES, "quasi_global_adam", {"b1": b1, "b2": b2, "eps": eps})
     kit.require_positive("quasi_global_adam", gradient_weight=gradient_weight)
 
     def normalized(moved: kit.Buckets) -> kit.Buckets:

@@ -12,6 +12,7 @@ from decentfn.core.arguments import (
     real,
     require,
     require_at_most,
+    require_by,
     rule_of,
     whole_number,
 )

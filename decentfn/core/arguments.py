@@ -144,14 +144,19 @@ def checks_arguments(rules: Mapping[str, Rule]) -> Callable[[Callable[P, T]], Ca
                 return function(*args, **kwargs)
             bound = bind(function, signature, args, kwargs)
             bound.arguments.update(plain(function.__name__, signature.parameters, bound.arguments))
-            for name, value in bound.arguments.items():
-                if name in rules:
-                    rules[name](function.__name__, name, value)
+            require_by(rules, function.__name__, bound.arguments)
             return function(*bound.args, **bound.kwargs)
 
         return call
 
     return decorate
+
+
+def require_by(rules: Mapping[str, Rule], call: str, arguments: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the arguments of a call whose names have a rule keep it."""
+    for name, value in arguments.items():
+        if name in rules:
+            rules[name](call, name, value)
 
 
 def rule_of(holds: Callable[[Any], bool], text: str) -> Rule:

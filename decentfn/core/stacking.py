@@ -46,8 +46,10 @@ def require_first(what: str, tree: PyTree, size: int, call: str, rows: str, way_
         if not isinstance(leaf, torch.Tensor) or leaf.is_nested or leaf.dim() == 0 or leaf.shape[0] != size:
             name = trees.named_leaves(tree)[index][0]  # Dynamo cannot trace optree's names through a dict
             place = f"leaf {name!r} of the {what}" if name else f"the {what}"
-            shape = "nested" if getattr(leaf, "is_nested", False) else type(leaf).__name__
-            shape = list(leaf.shape) if isinstance(leaf, torch.Tensor) and not leaf.is_nested else shape
+            if not isinstance(leaf, torch.Tensor):
+                shape = type(leaf).__name__
+            else:
+                shape = "nested" if leaf.is_nested else list(leaf.shape)
             if isinstance(leaf, numpy.ndarray):
                 way_out = "tensors are stacked, not NumPy arrays; torch.utils.data.default_convert(batch) makes them"
             raise ValueError(f"{call}: {place} is {shape}; its first axis must be the {size} {rows}: {way_out}.")

@@ -256,10 +256,12 @@ def _size(call: str, samples: _Count | None, batch: Any) -> int:
             )
         return int(size)
     is_flat = type(batch) in (list, tuple) and trees.is_flat(batch)
-    its = batch if is_flat else trees.leaves(batch := trees.plain(batch))
-    sizes = {x.size(0) for x in its if isinstance(x, torch.Tensor) and x.dim()}
+    leaves = batch if is_flat else trees.leaves(trees.plain(batch))
+    sizes = {x.size(0) for x in leaves if isinstance(x, torch.Tensor) and x.dim()}
     if len(sizes) != 1:
-        named = [(name, x) for name, x in trees.named_leaves(batch) if isinstance(x, torch.Tensor) and x.dim()]
+        named = [
+            (name, x) for name, x in trees.named_leaves(trees.plain(batch)) if isinstance(x, torch.Tensor) and x.dim()
+        ]
         shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in named)
         raise ValueError(
             f"{call}(batches): the samples of {brief(batch)} cannot be counted by the first axis of its tensors "
