@@ -129,6 +129,11 @@ def _require_backend(backend: Any) -> None:
         return
     known = [name for name in dist.Backend.backend_list if name not in ("undefined", "mpi")]
     names = [part.rpartition(":")[2].lower() for part in backend.split(",")] if isinstance(backend, str) else [backend]
+    if "mpi" in names:
+        raise ValueError(
+            f"init(backend={backend!r}): torch.distributed's MPI ignores timeouts, so a lost process would hang the others, and "
+            "PyTorch's wheels lack it; leave backend out. mpirun may start the processes (docs/launching.md)."
+        )
     if unknown := [name for name in names if name not in known]:
         raise ValueError(
             f"init(backend={brief(backend)}): there is no {brief(unknown[0])}; leave backend out, or take one of {', '.join(known)}."
