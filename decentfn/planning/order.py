@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations, permutations
 
 import numpy as np
 
 from decentfn.planning.traffic import sampled
-from decentfn.timing import Cluster
+from decentfn.timing import Cluster, Links
 from decentfn.timing.network import Network, messages_of
-from decentfn.topologies import Topology, relabel
+from decentfn.topologies import Topology, complete, relabel
 
 _ALL_OF = 7
 """Nodes of which all orders are tried; of more, swaps of two."""
@@ -36,6 +37,17 @@ def reordered(cluster: Cluster, schedules: Sequence[Topology], nbytes: float, *,
     found = [(*_best_order(cluster, made, nbytes, to_each), made) for made in schedules if made.draw is None]
     found.sort(key=lambda its: its[0])
     return {relabel(made, workers): _call(made, workers) for _, workers, made in found[:_PREDICTED]}
+
+
+def renumbered(cluster: Cluster, nbytes: float) -> tuple[Cluster, str]:
+    """Return the cluster with its nodes in the order in which an all-reduce, a ring, is fastest, and that order."""
+    assert cluster.links is not None
+    _, workers = _best_order(cluster, complete(cluster.num_workers), nbytes, False)
+    order, links = np.array(workers[:: cluster.workers_per_node]) // cluster.workers_per_node, cluster.links
+    rates, late = (np.asarray(its, dtype=float) for its in (links.gbit_per_s, links.latency_ms))
+    rates, late = (its[np.ix_(*[order] * its.ndim)] if its.ndim else its for its in (rates, late))
+    named = [links.names[i] if links.names else str(i) for i in order]
+    return replace(cluster, links=Links(rates, late, links.efficiency)), ", ".join(named)
 
 
 def _call(made: Topology, workers: list[int]) -> str:

@@ -12,7 +12,7 @@ from torch import nn
 
 from decentfn.core import at_least, brief, checks_numbers, require
 from decentfn.planning.methods import PARTS, Prediction, Work, asynchronous, ddp, diloco, gossip, hsdp
-from decentfn.planning.order import reordered, slowest_link
+from decentfn.planning.order import renumbered, reordered, slowest_link
 from decentfn.timing.cluster import Cluster
 from decentfn.topologies import Topology, complete
 from decentfn.topologies.registry import of_size
@@ -36,7 +36,7 @@ class Recommendation(NamedTuple):
     reason: str
     """Why it is recommended, in sentences: "it is the fastest that ..."."""
     links: str = ""
-    """Of unequal links, the slowest that it uses, and the order of workers that is faster, in sentences."""
+    """Of unequal links, the slowest that it uses, and the orders of nodes and workers that are faster, in sentences."""
     reordered: Prediction | None = None
     """What is fastest in another order of workers, if that is faster by 5 %."""
     order: Topology | None = None
@@ -111,6 +111,10 @@ def plan(
     nbytes, to_each = work.parameters * (work.wire if sent == 1 else work.nbytes * sent), sent < 1
     all_reduce = complete(cluster.num_workers)
     told = slowest_link(cluster, schedule or all_reduce, nbytes, to_each=to_each and schedule is not None)
+    other, ranks = renumbered(cluster, nbytes)
+    now, then = (ddp(work, on).seconds for on in (cluster, other))
+    if then < _WORTH * now:
+        told += f" An all-reduce is a ring of ranks: with nodes in the order {ranks} DDP takes {then * 1e3:.0f} ms."
     mixing = [its for p, its in rows if its is not None and (p.gap or 0) >= _ENOUGH] if limited else []
     if orders := reordered(cluster, mixing, nbytes, to_each=to_each):
         faster, order = _best(_ranked(work, cluster, sent, inner_steps, [*orders]))

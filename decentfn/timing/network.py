@@ -32,7 +32,7 @@ class Messages(NamedTuple):
 def messages_of(topology: Topology, t: int, node: np.ndarray, *, to_each: bool = False) -> Messages:
     """Return the messages of step `t`.
 
-    Averages in groups are ring all-reduces; with `to_each` (compressed messages, which are not averaged on their way) each
+    Averages in groups are ring all-reduces, from each worker to the one before, as gloo's; with `to_each` (compressed messages, which are not averaged on their way) each
     member sends to each other one; of more than 64, rows are sums of those to the own node and of those to others.
     """
     this, n = topology.round(t), topology.num_workers
@@ -43,10 +43,10 @@ def messages_of(topology: Topology, t: int, node: np.ndarray, *, to_each: bool =
     if this.groups is not None and this.mean_weights is not None:
         for number in this.groups[this.mean_weights != 0].unique().tolist():
             ranks = (this.groups == number).nonzero()[:, 0].numpy()
-            r, after = len(ranks), np.roll(ranks, -1)
+            r, before = len(ranks), np.roll(ranks, 1)
             shares, rounds, group = np.full(r, 2 * (r - 1) / r), np.full(r, 2.0 * r - 1), np.full(r, number)
             if not to_each:
-                parts.append(Messages(ranks, after, shares, node[ranks] != node[after], rounds, group))
+                parts.append(Messages(ranks, before, shares, node[ranks] != node[before], rounds, group))
                 continue
             for after in (np.roll(ranks, -k) for k in range(1, r if r <= _MOST_PAIRS else 1)):
                 away = node[ranks] != node[after]

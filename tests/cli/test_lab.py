@@ -210,6 +210,40 @@ def test_bytes_between_nodes_are_those_of_the_kernels_counters(local):
         assert sum(both[2] for both, _ in its) == (8 * 1_000_000 if local == 2 else 0), host  # from its first rank
 
 
+BY_PEER = """
+import json, re, subprocess, torch
+import torch.distributed as dist
+import decentfn as df
+here = df.init()
+init, step = df.all_reduce(lambda x, batch: (x * batch).sum(), df.sgd(0.1), df.topology("complete", here.size))
+state, x = init(torch.ones(250_000)), torch.ones(250_000)
+with df.profiling.communication() as counted:
+    for t in range(8):
+        state, _ = step(state, x, t)
+dist.barrier()
+own = re.search(r"inet ([\\d.]+)", subprocess.check_output(["ip", "-4", "address", "show", "eth0"], text=True))[1]
+hosts, everyone = [None] * here.size, [None] * here.size
+dist.all_gather_object(hosts, own)
+sent, said = {}, subprocess.check_output(["ss", "--tcp", "--info", "--numeric", "--oneline"], text=True)
+for host, nbytes in re.findall(r"[\\d.]+:\\d+ +([\\d.]+):\\d+ .* bytes_sent:(\\d+)", said):
+    sent[host] = sent.get(host, 0) + int(nbytes)
+counted = {hosts[rank]: its.bytes_sent for rank, its in counted.peers.items() if its.bytes_sent}
+dist.all_gather_object(everyone, (counted, sent))
+if here.rank == 0:
+    print(json.dumps({"all": everyone}))
+"""
+
+
+@needs_hosts
+@pytest.mark.thorough
+def test_bytes_of_a_mean_went_to_the_rank_that_the_counters_name():
+    said, _ = start("-n", "4", program=[sys.executable, "-c", BY_PEER]).communicate(timeout=300)
+    for counted, of_kernel in facts(said)["all"]:
+        ((host, nbytes),) = counted.items()
+        assert of_kernel[host] == pytest.approx(nbytes, rel=0.03)
+        assert all(its < 0.1 * nbytes for other, its in of_kernel.items() if other != host)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

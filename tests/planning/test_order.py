@@ -89,3 +89,32 @@ def test_equal_links_and_hidden_messages_have_no_order():
     cluster = Cluster(4, Link(0.1), links=Links(gbit, latency))
     assert df.plan(cluster, 1000, compute_seconds=1.0).reordered is None
     assert df.plan(Cluster(4, Link(0.1)), 10**7, compute_seconds=0.1).links == ""
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_an_all_reduce_is_a_ring_of_ranks_and_a_better_order_of_nodes_is_told(seed):
+    """The order is the best of all, and nodes that are started in it take the predicted time."""
+    gbit, latency = random_links(5, seed)
+    gbit[0, 1:3] = 0.05  # one direction
+
+    def ring(order):
+        rates = [gbit[j, i] for i, j in zip(order, [*order[1:], order[0]], strict=True)]  # each sends to the one before
+        return 1.6 * 8 * MB / (0.93 * min(rates)) + 9 * latency[0, 1]
+
+    def of_ddp(rates):
+        found = df.plan(
+            Cluster(5, Link(0.1), links=Links(rates, latency)), MB * 10**6 // 4, compute_seconds=1e-9, topologies=[made]
+        )
+        return found, next(p.seconds for p in found.predictions if p.method == "DDP")
+
+    made = df.topology("static-ring", 5)
+    found, now = of_ddp(gbit)
+    assert now * 1e3 == pytest.approx(ring(range(5)))
+    best = min(map(ring, permutations(range(5))))
+    told = re.search(r"in the order ([\d, ]+) DDP takes (\d+) ms", found.links)
+    assert (told is not None) == (best < 0.95 * now * 1e3)
+    if told:
+        order = [int(i) for i in told[1].split(", ")]
+        again, then = of_ddp(gbit[np.ix_(order, order)])
+        assert float(told[2]) == pytest.approx(best, abs=1) and then * 1e3 == pytest.approx(best)
+        assert "DDP takes" not in again.links

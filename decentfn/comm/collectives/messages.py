@@ -183,9 +183,9 @@ def reduce(here: World, call: Call, x: Tensor, own: Tensor | None, ranks: list[i
     if other is not None:
         return lose_message(here, call, step_mismatch(here, call, call.step, *other), other[0])
     share, place = round(2 * len(others) / len(ranks) * x.nbytes), ranks.index(here.identity.rank)
-    for counted in here.counters:  # in a ring
-        counted.add(here.identity, [ranks[(place + 1) % len(ranks)]], bytes_sent=share)
-        counted.add(here.identity, [ranks[place - 1]], bytes_received=share)
+    for counted in here.counters:  # gloo's ring leads backward
+        counted.add(here.identity, [ranks[place - 1]], bytes_sent=share)
+        counted.add(here.identity, [ranks[(place + 1) % len(ranks)]], bytes_received=share)
 
 
 def land(here: World, call: Call) -> bool:
@@ -246,8 +246,8 @@ class Traffic:
 class Communication(Traffic):
     """Traffic of one process with other workers inside steps; messages between its own workers are not counted.
 
-    It is the sum of `between` and `inside`, the classes of links that a plan has. A group's mean is a ring's, in the order of
-    ranks.
+    It is the sum of `between` and `inside`, the classes of links that a plan has. A group's mean is a ring's, as gloo's: from
+    each rank to the one before.
     """
 
     between: Traffic = field(default_factory=Traffic, repr=False)
