@@ -7,8 +7,10 @@ import itertools
 import json
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,10 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 import decentfn as df
+from decentfn.comm.collectives import Channels, Identity, World, use, world
+from decentfn.elastic.generation import generation_of
+from decentfn.elastic.joining import wait_for_run
+from decentfn.testing import on_ranks
 from tests.allocations import peak_of
 
 ROUNDS = 15
@@ -193,6 +199,64 @@ def states() -> None:
         "means in float64": lambda: [x.double().mean(0).float().repeat(2, 1) for x in leaves],
     }
     print_rows(calls, "means in float64")
+
+
+def joining() -> None:
+    """How long three gloo ranks stop for a fourth, 10M with Adam; beside a new group and a broadcast of the state."""
+    params = [p.detach() for p in network("10M").parameters()]
+    stops: list[float] = []
+
+    def train(step: Any, state: Any, t: int, end: int | None = None) -> None:
+        times = [time.perf_counter()]
+        while t != end:
+            state, _ = step(state, torch.ones(()), t)
+            t += 1
+            times.append(time.perf_counter())
+            if end is None and len(generation_of(world()).members.seats) == 4:
+                end = t + 3
+        taken = [b - a for a, b in itertools.pairwise(times)]
+        stops.append(1e3 * (max(taken) - statistics.median(taken)))
+
+    def made() -> tuple[Any, Any]:
+        topology = df.topology("base", 3)
+        init, step = df.adapt_while_communicate(
+            lambda x, batch: sum(p.sum() for p in x) * batch, df.adam(0.1), topology
+        )
+        return init(params), df.survive(step, patience=timedelta(seconds=60))
+
+    def come(store: Any) -> None:
+        with use(wait_for_run(World(Channels(Identity.of(0, 1))), store, timedelta(seconds=60))):
+            state, step = made()
+            state, first = df.join(step, state, torch.ones(()))
+            for t in range(first, first + 4):
+                state, _ = step(state, torch.ones(()), t)
+
+    def on_a_member(rank: int) -> None:
+        state, step = made()
+        newcomer = threading.Thread(target=come, args=(world().store,))
+        if rank == 0:
+            newcomer.start()
+        train(step, state, 0)
+        if rank == 0:
+            newcomer.join()
+
+    def broadcast(rank: int) -> float:
+        of_state = [torch.zeros(sum(p.numel() for p in params)) for _ in range(3)]
+        start = time.perf_counter()
+        group = world().channels.connected("plain", tuple(range(4)))
+        for x in of_state:
+            group.broadcast(x, 0).wait()
+        taken = 1e3 * (time.perf_counter() - start)
+        group.barrier().wait()
+        return taken
+
+    found: list[float] = []
+    for _ in range(5):
+        on_ranks(3, on_a_member)
+        found.append(statistics.median(on_ranks(4, broadcast)))
+    here, plain = statistics.median(stops), statistics.median(found)
+    name = "the members' longest step beyond the median while one joins, 10M with Adam (wall)"
+    print(f"| {name} | {here:.3g} | group and broadcast {plain:.3g} | {here / plain:.2f} |", flush=True)
 
 
 def simulations() -> None:
@@ -413,6 +477,7 @@ def main() -> None:
         epochs,
         restoring,
         states,
+        joining,
         memory,
     ):
         part()

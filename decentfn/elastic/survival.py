@@ -159,13 +159,13 @@ class _Survivor:
         here = collectives.world()
         if not self._has_begun:
             self._begin(here, now.state)
-        sees_newcomers = self._looks(here)
         todo = [now] if not generation_of(here).somebody_waits else self._go_on(here, [now], None)
         while True:
             try:
                 if here.session.cut_short is not None:  # by a call outside steps
                     where, cause = here.session.cut_short
                     raise PeerLost(f"{where}: {cause}", process=here.rank, step=todo[0].t)
+                sees_newcomers = self._looks(here)  # now, since those that waited may have been admitted above
                 generation_of(here).take_part(sees_newcomers=sees_newcomers)  # a step ends when all have begun it
                 result = step(todo[0].state, todo[0].batch, todo[0].t)
             except (PeerLost, ExchangeTimeout) as error:

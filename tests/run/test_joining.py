@@ -14,6 +14,7 @@ import decentfn
 import decentfn as df
 from decentfn.comm.collectives import Channels, Identity, World, use, world
 from decentfn.core import trees
+from decentfn.elastic import survival
 from decentfn.elastic.generation import generation_of
 from decentfn.elastic.joining import await_admission, new_seat, open_run, wait_for_run
 from decentfn.elastic.liveness import Liveness
@@ -45,8 +46,7 @@ ALGORITHMS = {
 class Seen(dict):
     """What a worker had after each step: (x, weight of push-sum, seats, places)."""
 
-    start = None
-    state = None
+    start = state = changes = None
 
 
 class Linear:
@@ -85,7 +85,7 @@ def run(n, task, leaves=None, at=2, after=AFTER):
             w = getattr(state.memory, "weight", None)
             x = state.params.tensors[0].clone()
             seen[rank][t] = x, 1.0 if w is None else float(w), members.seats, members.places
-            seen[rank].state = state
+            seen[rank].state, seen[rank].changes = state, members.changes
             time.sleep(0.002)
             t += 1
 
@@ -129,8 +129,10 @@ def check_mean(seen, first):
 
 
 @pytest.mark.parametrize("name", ["gossip", "choco", "diloco"])
-def test_three_workers_become_four(name):
+def test_three_workers_become_four(name, monkeypatch):
+    monkeypatch.setattr(survival, "_LOOK_S", 0.0)  # as of steps that take longer than that
     seen = run(3, Linear(name))
+    assert {its.changes for its in seen} == {1}  # the run stops once
     first, state = seen[3].start
     assert {its[first][2:] for its in seen} == {((0, 1, 2, 3), (0, 1, 2, 3))}
     assert torch.equal(state.params.tensors[0], seen[0][first - 1][0])
