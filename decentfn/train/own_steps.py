@@ -133,6 +133,10 @@ def settle(state: State, *, arrivals: Trace | None = None) -> State:
         x, total = over_workers(with_mail, len(weight), state.params, weight, sums, mass)
         rule = "mail is taken twice; of a state that replays a trace pass arrivals=trace, the one that it replays."
         require(float(total.sum()) < len(weight) * (1 + 1e-9), "settle(state)", rule, mass=float(total.sum()))
+        is_known = arrivals is None or len([*arrivals.settled]) == len(weight)
+        rule = "the trace lacks who took the mail in flight; on the ranks call df.trace() after df.settle(state)."
+        is_whole = float(total.sum()) > len(weight) * (1 - 1e-9)
+        require(is_known or is_whole, "settle(state, arrivals=trace)", rule, mass=float(total.sum()))
     else:
         here = collectives.world()
         if here.size == 1:
@@ -179,7 +183,7 @@ def _left(ring: collectives.Ring, arrivals: Trace) -> Tensor:
 def trace() -> Trace:
     """Return the trace of all ranks since `init`, or since the last `df.settle` before the last steps. Collective.
 
-    `df.simulate(step, N, arrivals=trace)` replays it.
+    `df.simulate(step, N, arrivals=trace)` replays it. Only what is gathered after `df.settle` can be settled in the simulator.
 
     Raises:
         ValueError: no asynchronous steps are running here, or a worker has left out steps.

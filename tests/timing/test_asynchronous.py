@@ -3,6 +3,7 @@
 import random
 import re
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -97,6 +98,15 @@ def test_a_predicted_trace_runs_in_the_simulator_and_loses_no_mass(topology, fir
     assert float(mass(settled)[1]) == pytest.approx(N, abs=1e-12)
     for name, total in zip(starts()[0], sums(starts()), strict=True):
         torch.testing.assert_close(df.consensus_mean(settled)[name], total / N, atol=1e-12, rtol=0)
+
+
+def test_a_trace_that_was_gathered_before_the_ranks_settled_cannot_be_settled():
+    algorithm = df.asynchronous_gradient_push(loss_fn, df.adam(0.05), DIRECTED)
+    trace = random_trace(algorithm.topology, 60, 5)
+    before = replace(trace, taken=[its[:-1] for its in trace.taken])
+    state = replayed(algorithm, before, starts(), batch)
+    with pytest.raises(ValueError, match=r"settle.*lacks who took the mail in flight.*df.trace\(\) after df.settle"):
+        df.settle(state, arrivals=before)
 
 
 def test_what_a_narrow_wire_rounds_stays_with_the_sender():
