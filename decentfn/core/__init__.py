@@ -20,5 +20,5 @@ from decentfn.core.context import context
 from decentfn.core.formatting import brief, brief_error, first_difference, warn
 from decentfn.core.handles import by_handle, handle_of
 from decentfn.core.scalars import Numbers, as_step, number_on, of_step, once, operator, rounded, sent
-from decentfn.core.stacking import batches_of, on_leaves, over_workers, require_first, require_rows
+from decentfn.core.stacking import batches_of, over_workers, require_first, require_rows
 from decentfn.core.trees import PyTree

@@ -30,5 +30,5 @@ from decentfn.comm.collectives.outside import (
     process_broadcast,
     process_mean,
 )
-from decentfn.comm.collectives.session import Board, Session
+from decentfn.comm.collectives.session import Session
 from decentfn.comm.collectives.world import World
