@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import Store
 
-from decentfn.core.formatting import brief_error
+from decentfn.core.arguments import brief_error
 from decentfn.errors import RunError
 
 _log = logging.getLogger("decentfn")

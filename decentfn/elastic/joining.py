@@ -30,7 +30,7 @@ from decentfn.elastic.generation import Generation, Members, generation_of
 from decentfn.elastic.liveness import Liveness
 from decentfn.elastic.roll_call import POLL_S, Decision
 from decentfn.errors import ExchangeTimeout, PlanMismatch
-from decentfn.kit.state_check import lines_of
+from decentfn.kit.state import lines_of
 
 _RUN = "decentfn run"
 

@@ -15,7 +15,7 @@ from decentfn.core import PyTree, batches_of, over_workers, require_rows, trees
 from decentfn.core.arguments import MOST_WORKERS, checks_numbers, require, require_at_most
 from decentfn.engine.memory import device_memory, keep_freed_memory
 from decentfn.gradient.side_channel import SideChannel
-from decentfn.kit.state_check import is_state
+from decentfn.kit.state import is_state
 from decentfn.kit.step import Step
 from decentfn.timing import Trace
 from decentfn.timing.replay import Replay

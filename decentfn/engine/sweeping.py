@@ -11,7 +11,7 @@ from torch import Tensor
 from decentfn.comm import collectives
 from decentfn.core import PyTree, brief, context, first_difference, over_workers, require_first, trees
 from decentfn.core.arguments import MOST_WORKERS, checks_numbers, require, require_at_most
-from decentfn.kit.state_check import lines_of
+from decentfn.kit.state import lines_of
 from decentfn.kit.step import Step
 
 

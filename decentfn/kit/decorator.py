@@ -15,7 +15,7 @@ from decentfn.core import PyTree, bind, brief, plain, require, trees
 from decentfn.gradient import constants, require_inputs
 from decentfn.kit.options import DEFAULTS, require_names
 from decentfn.kit.preconditions import require_doubly_stochastic
-from decentfn.kit.state_check import StateCheck, require_params
+from decentfn.kit.state import StateCheck, require_params
 from decentfn.kit.step import Algorithm
 from decentfn.topologies.rounds import Topology, demanding
 

@@ -19,7 +19,7 @@ from unittest import mock
 
 import torch
 
-from decentfn.core.formatting import warn
+from decentfn.core.arguments import warn
 from decentfn.torch_private.names import BACKEND, GRAPH_PASS, LOOP_SPLIT, READ_EXPR, VECTORS
 
 _CALL = 'df.compile(step, backend="inductor")'

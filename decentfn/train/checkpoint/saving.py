@@ -23,7 +23,7 @@ from decentfn.core import at_least, brief, require, trees, warn
 from decentfn.core.buckets import Place
 from decentfn.elastic.generation import awaited_run
 from decentfn.errors import RunError
-from decentfn.kit.state_check import is_state
+from decentfn.kit.state import is_state
 from decentfn.train.checkpoint import extras, files, layout, manifest
 from decentfn.train.collective_calls import make_directory, on_all, on_first, one_path
 from decentfn.train.own_steps import memory_of
