@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from operator import attrgetter
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from decentfn import sharded
 from decentfn.core import PyTree, brief, context, require, trees
 from decentfn.gradient.gradient_checks import copied, frozen_under, listed_parameters, require_apart, require_unlisted
-from decentfn.gradient.loss import in_mode, is_pair, require_criterion, watched
+from decentfn.gradient.loss import in_mode, is_pair, watched
 from decentfn.gradient.parameter_swap import (
     Entry,
     ParameterSwap,
@@ -79,7 +79,7 @@ class ModuleLoss:
             placed = {self._places.get(name, name): x for name, x in given.items()}
             with _reparametrized(self.network, placed, tie_weights=True, stack_weights=True):
                 loss, aux = self.of(batch)
-            # The compiler itself fails with plain attributes. Run eagerly, `_refuse_changes` names both.
+            # The compiler itself fails with plain attributes. Run eagerly, the error below names both.
             if any([getattr(owner, name) is not None for owner, name in self._empty]):
                 raise RuntimeError("a call of the module makes buffers")
             given = dict(zip(given, placed.values(), strict=True))
@@ -101,7 +101,12 @@ class ModuleLoss:
                     loss, aux = self.of(batch)
         self.require_in_place(name for name in params if name in given and given[name] is not params[name])
         if changed and next(iter(params.values())).requires_grad:
-            self._refuse_changes(changed)
+            raise ValueError(
+                f"{self._call}: a call changes the module's attributes {brief(changed)}, which a traced step would lose; write "
+                "df.autograd(loss_fn), with which they stay in the module. Or, before df.functional, make a buffer of what lives on, "
+                "self.register_buffer(name, tensor); call the module once on a batch, if its first call makes them; take "
+                "spectral_norm and weight_norm from torch.nn.utils.parametrizations."
+            )
         assigned = {name: x for name, x in given.items() if name in buffers and x is not None and x is not new[name]}
         new.update({name: torch.clone(x) for name, x in assigned.items()})  # a call may assign the batch
         return loss, (new, aux)
@@ -113,14 +118,6 @@ class ModuleLoss:
     def own(self) -> dict[str, Tensor]:
         """Return the module's own tensors by name."""
         return own_by_name(self.entries())
-
-    def _refuse_changes(self, names: list[str]) -> NoReturn:
-        raise ValueError(
-            f"{self._call}: a call changes the module's attributes {brief(names)}, which a traced step would lose; write "
-            "df.autograd(loss_fn), with which they stay in the module. Or, before df.functional, make a buffer of what lives on, "
-            "self.register_buffer(name, tensor); call the module once on a batch, if its first call makes them; take "
-            "spectral_norm and weight_norm from torch.nn.utils.parametrizations."
-        )
 
     @contextmanager
     def swap(self, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> Iterator[ParameterSwap]:
@@ -340,7 +337,11 @@ def functional(
             other processes than this worker's.
     """
     require(isinstance(module, nn.Module), "functional", "expected an nn.Module.", module=module)
-    require_criterion(criterion, forward)
+    rule = "expected a function (output, *targets) -> loss: nn.functional.mse_loss, or the object nn.MSELoss()."
+    is_function = callable(criterion) and not isinstance(criterion, type)
+    require(criterion is None or is_function, "functional", rule, criterion=criterion)
+    rule = "forward returns the loss itself; leave one out."
+    require(criterion is None or forward is None, "functional(module, criterion, forward=...)", rule)
     sharded.require_unwrapped(module)
     is_sharded = sharded.is_sharded(module)
     partition = sharded.partition_of(module) if is_sharded else None

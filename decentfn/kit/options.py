@@ -10,7 +10,6 @@ from typing import Any, TypedDict
 import torch
 
 from decentfn.core import brief, no_such_argument, require
-from decentfn.core.buckets import Buckets
 from decentfn.gradient import LossFn, require_loss
 from decentfn.optim.transforms.transform import require_descent, require_pair, wants_mix
 from decentfn.topologies import Topology
@@ -106,11 +105,3 @@ def left_out(shared: Shared, names: Sequence[str]) -> frozenset[str]:
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def require_narrower(wire_dtype: torch.dtype | None, x: Buckets) -> None:
-    """Raise ValueError unless some bucket is wider than `wire_dtype`."""
-    if wire_dtype is not None and all(bucket.dtype.itemsize < wire_dtype.itemsize for bucket in x):
-        raise ValueError(
-            f"wire_dtype={wire_dtype} is wider than every parameter ({x[0].dtype}), so all are sent unchanged; leave it out."
-        )

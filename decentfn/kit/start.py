@@ -14,7 +14,7 @@ from decentfn.comm import collectives
 from decentfn.comm.fingerprint import agree, compare, digest, fingerprint, label
 from decentfn.core import PyTree, require, trees
 from decentfn.core.buckets import Buckets, flatten
-from decentfn.kit.options import Shared, left_out, require_narrower
+from decentfn.kit.options import Shared, left_out
 from decentfn.optim.transforms.transform import masks_of, require_descent
 from decentfn.sharded import Partition
 from decentfn.topologies import Topology
@@ -43,7 +43,10 @@ def lay_out(
         x = flatten(params, bucket_mb=bucket_mb, masks=masks, left_out=own, **partition._asdict())
         for optimizer in optimizers:
             require_descent(optimizer, x.plan)
-        require_narrower(wire_dtype, x)
+        if wire_dtype is not None and all(bucket.dtype.itemsize < wire_dtype.itemsize for bucket in x):
+            raise ValueError(
+                f"wire_dtype={wire_dtype} is wider than every parameter ({x[0].dtype}), so all are sent unchanged; leave it out."
+            )
         if topologies[0].num_workers % (here := collectives.world()).size:
             collectives.refuse_size(here, 1, topologies[0].num_workers, "init(params)")
         devices = {tensor.device: plan.segments[0].name for tensor, plan in zip(x, x.plan.buckets, strict=True)}

@@ -87,7 +87,7 @@ class Channels:
         self._number_apart = itertools.count()
         self._store = store
         self._subgroups: dict[tuple[int, ...], Any] = {}
-        self._connect: Connect = _over_gloo
+        self._connect: Connect = lambda name, store, i, ranks, wait: dist.ProcessGroupGloo(store, i, len(ranks), wait)
 
     @property
     def store(self) -> Store:
@@ -166,10 +166,6 @@ class Channels:
         # All processes make the groups of all worlds of a worker's processes.
         made = [dist.new_group([own[i] - own.start + k for i in ranks], self.timeout) for k in range(own.step)]
         return made[own.start]
-
-
-def _over_gloo(name: str, store: Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> Any:
-    return dist.ProcessGroupGloo(store, rank, len(ranks), timeout)
 
 
 def close(groups: Iterable[Any]) -> None:

@@ -99,19 +99,17 @@ def _heard(here: World, is_enough: Callable[[dict[int, FailureNote]], object]) -
     return notes
 
 
-def _dead(lost: Lost, notes: dict[int, FailureNote]) -> set[int | None]:
-    """Return the ranks with broken connections: they post no more notes, while late ones still may."""
-    broken = {note.peer for note in notes.values() if not note.timed_out}
-    return broken if has_timed_out(lost.error) else broken | {lost.peer}
-
-
 def _named(here: World, lost: Lost) -> RunError:
     call, session, others = lost.call, here.session, set(range(here.size)) - {here.rank}
 
     def at_other_steps(notes: dict[int, FailureNote]) -> list[tuple[int, int, int]]:
         return [found for note in notes.values() if (found := session.different(note)) is not None]
 
-    notes = _heard(here, lambda notes: at_other_steps(notes) or others <= notes.keys() | _dead(lost, notes))
+    def are_all(notes: dict[int, FailureNote]) -> bool:  # but for broken connections: late ranks still may post notes
+        broken = {note.peer for note in notes.values() if not note.timed_out}
+        return others <= notes.keys() | broken | ({lost.peer} if not has_timed_out(lost.error) else set())
+
+    notes = _heard(here, lambda notes: at_other_steps(notes) or are_all(notes))
     if different := at_other_steps(notes):
         return step_mismatch(here, call, *different[0])
     if isinstance(lost.error, StepMismatch):

@@ -75,7 +75,14 @@ def met(
         except RunError:
             raise
         except RuntimeError as error:
-            raise _failed(here, call, error) from error
+            session = here.gossip.session
+            was_whole = session.is_whole
+            _end(here, call, error)
+            named = outside_error(here, call, error, listens=True)
+            if was_whole and not session.is_running:
+                named.next_step = None if named.step is None else named.step + 1
+            session.cut(call, named)
+            raise named from error
         except BaseException as error:  # such as Ctrl-C: the others would pair this call with this process's next one
             _end(here, call, error)
             raise
@@ -105,17 +112,6 @@ def _require_same(here: World, processes: range, headers: list[_Header]) -> None
             continue
         peer = first if rank == me else rank
         raise CallMismatch(f"{said}; all processes make the same calls, in the same order.", process=me, peer=peer)
-
-
-def _failed(here: World, call: str, error: RuntimeError) -> RunError:
-    session = here.gossip.session
-    was_whole = session.is_whole
-    _end(here, call, error)
-    named = outside_error(here, call, error, listens=True)
-    if was_whole and not session.is_running:
-        named.next_step = None if named.step is None else named.step + 1
-    session.cut(call, named)
-    return named
 
 
 def _end(here: World, call: str, error: BaseException) -> None:
