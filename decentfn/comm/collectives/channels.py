@@ -80,7 +80,8 @@ class Channels:
         self.group: Any = group  # group of all processes of the world; None for one process
         self.intra_worker: Any = None  # group of the processes of this one's worker, if they are several
         self.mesh: DeviceMesh | None = None  # processes as a mesh, if a worker is several
-        self.timeout, self.longest_wait = timeout, timeout or default_pg_timeout
+        self.timeout = timeout  # how long a collective waits; None: as long as torch.distributed's
+        self.longest_wait = timeout or default_pg_timeout
         self.has_hung_up = False  # True if this process has closed its connections
         self.turn = threading.Lock()  # held during a collective outside steps: two threads' collectives must not mix
         self.groups_outside: dict[range, Any] = {}  # for use outside steps, by their processes

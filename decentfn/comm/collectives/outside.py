@@ -53,7 +53,7 @@ def met(
     processes = here.identity.processes if processes is None else processes
     call, of_state = context.call or (what, False)
     session = here.gossip.session
-    here.before_call(call)
+    here.hooks.before_call(call)
     text = f"{call}: {what}" + ("" if isinstance(x, int) else f" of {list(x.shape)} {x.dtype}")
     exchanges = session.calls if of_state and session.is_whole and not session.own_steps else -1
     header = json.dumps([x if isinstance(x, int) else x.nbytes, exchanges, session.at, text]).encode()
@@ -70,8 +70,7 @@ def met(
             on_gpu = isinstance(x, Tensor) and x.device.type != "cpu"
             yield (group or here.channels.group) if on_gpu else outside, [header.nbytes for header in headers]
             if on_gpu:
-                for hook in here.hooks:
-                    hook.wait_on_gpu(None)
+                here.hooks.wait_on_gpu(None)
         except RunError:
             raise
         except RuntimeError as error:
@@ -131,7 +130,7 @@ def compare_steps() -> None:
     if here.identity.size > 1:
         with calling("a new board"):
             name = gather_objects(uuid4().hex, here)[0]
-        here.become(session=Session(here.rank, PrefixStore(f"decentfn {name}", here.store)))
+        here.become(session=Session(here.rank, PrefixStore(f"decentfn {name}", here.channels.store)))
 
 
 def process_mean(x: Tensor, among: World | None = None) -> Tensor:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import weakref
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import Store
 
 from decentfn.comm.collectives.channels import Channels
 from decentfn.comm.collectives.session import Session
@@ -18,7 +16,7 @@ from decentfn.topologies import Topology
 
 
 class Hooks:
-    """Calls by which another room takes part in a world's steps; `World.become` sets them. A fixed group of processes has none."""
+    """Calls by which another room takes part in a world's steps; `World.become` sets them."""
 
     changes = 0  # number of times that the processes have changed
     failure_is_final = True  # True if no step can follow one that has lost a message
@@ -43,6 +41,10 @@ class Hooks:
         """Wait for works of a step that only the GPU waits for; None: for a collective outside steps."""
 
 
+NO_HOOKS = Hooks()
+"""Hooks of a fixed group of processes, which do nothing."""
+
+
 class World:
     """Processes that hold the workers, as one of them sees them.
 
@@ -55,7 +57,7 @@ class World:
     def __init__(self, channels: Channels) -> None:
         self.channels, self.identity = channels, channels.identity
         self.session = Session(channels.identity.rank)
-        self.hooks: tuple[Hooks, ...] = ()  # those of other rooms; without them the processes do not change
+        self.hooks = NO_HOOKS  # another room's; without them the processes do not change
         self.agreed = set[str]()  # lines that describe the algorithms of this run, which all processes have compared
         self.mailbox: Any = None
         """Mail of steps that wait for nobody (`mailbox.Mailbox`), once the `init` of such an algorithm has opened it."""
@@ -123,16 +125,6 @@ class World:
         """Processes as a mesh, if a worker is several."""
         return self.channels.mesh
 
-    @property
-    def timeout(self) -> timedelta | None:
-        """How long a collective waits; None: as long as torch.distributed's."""
-        return self.channels.timeout
-
-    @property
-    def store(self) -> Store:
-        """Store through which the processes leave notes for one another."""
-        return self.channels.store
-
     def workers(self, local: int = 1) -> range:
         """Return the numbers of the workers in this process, if each process has `local` of them (`df.simulate`)."""
         if not isinstance(local, int) or local < 1:
@@ -155,27 +147,6 @@ class World:
         if gossip is not None:
             gossip._all_processes = self
 
-    @property
-    def changes(self) -> int:
-        """Number of times that the processes have changed."""
-        return sum(hook.changes for hook in self.hooks)
-
-    @property
-    def failure_is_final(self) -> bool:
-        """True if no step can follow one that has lost a message."""
-        return all(hook.failure_is_final for hook in self.hooks)
-
-    def schedule(self, made: Topology) -> Topology:
-        """Return the schedule that holds now in place of the one that a step was made for."""
-        for hook in self.hooks:
-            made = hook.schedule(made)
-        return made
-
-    def before_call(self, call: str) -> None:
-        """Raise a RunError if others do not make this call."""
-        for hook in self.hooks:
-            hook.before_call(call)
-
     def apart(self) -> World:
         """Return a world of the same processes with separate connections, for another thread outside steps; collective.
 
@@ -191,7 +162,7 @@ class World:
         return world
 
     def become(
-        self, *, channels: Channels | None = None, session: Session | None = None, hooks: tuple[Hooks, ...] = ()
+        self, *, channels: Channels | None = None, session: Session | None = None, hooks: Hooks | None = None
     ) -> None:
         """Replace parts: the session, or the channels with their identity."""
         self.channels = channels or self.channels
@@ -208,8 +179,7 @@ class World:
         for world in (self._all_processes, self, *(self._apart if also_apart else ())):
             if world is not None:
                 world.channels.hang_up()
-                for hook in world.hooks:
-                    hook.on_failure(world.channels.groups())
+                world.hooks.on_failure(world.channels.groups())
 
     def let_go(self) -> None:
         """Release all groups: a group's threads and connections end with the last reference to it."""
