@@ -314,9 +314,9 @@ def _after(batch: PyTree, posted: Posted | Sequence[Posted]) -> PyTree:
     several = (posted,) if isinstance(posted, Posted) else posted
     leaves = trees.leaves(batch)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    later = collectives.after([leaves[i] for i in places], [number for one in several for number in one.numbers])
-    for i, leaf in zip(places, later, strict=True):
-        leaves[i] = leaf
+    if numbers := [number for one in several for number in one.numbers]:
+        for i, leaf in zip(places, collectives.after([leaves[i] for i in places], numbers), strict=True):
+            leaves[i] = leaf
     return trees.fill(trees.enumerate_leaves(batch), leaves)
 
 
