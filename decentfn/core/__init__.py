@@ -11,7 +11,6 @@ from decentfn.core.arguments import (
     checks_numbers,
     first_difference,
     no_such_argument,
-    plain,
     real,
     require,
     require_at_most,

@@ -97,17 +97,12 @@ def array(name: str, what: str, values: object, dtype: type = np.float64) -> np.
     return numbers.astype(dtype)
 
 
-def plain(call: str, parameters: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments, with annotated numbers and booleans converted to Python's types, or raise ValueError."""
-    kinds = {
-        name: frozenset() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) else _kinds_in(str(p.annotation))
-        for name, p in parameters.items()
-    }
-    return {name: _plain(call, name, kinds[name], value) for name, value in arguments.items()}
-
-
 def bind(function: Callable[..., Any], signature: inspect.Signature, args: Any, kwargs: Any) -> inspect.BoundArguments:
-    """Bind arguments to a function's signature; if they do not fit, raise a TypeError that names the argument."""
+    """Bind arguments to a function's signature, with annotated numbers and booleans converted to Python's types.
+
+    Raises:
+        TypeError, ValueError: an argument, which is named, does not fit.
+    """
     unknown = [name for name in kwargs if name not in signature.parameters]
     if unknown and inspect.Parameter.VAR_KEYWORD not in [p.kind for p in signature.parameters.values()]:
         known = list(signature.parameters)
@@ -115,10 +110,15 @@ def bind(function: Callable[..., Any], signature: inspect.Signature, args: Any, 
             raise TypeError(f"{function.__name__}({brief(args[0])}, {unknown[0]}=...): {hint}")
         raise TypeError(no_such_argument(function.__name__, unknown[0], known))
     try:
-        return signature.bind(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
     except TypeError:
         function(*args, **kwargs)
         raise
+    for name, value in bound.arguments.items():
+        p = signature.parameters[name]
+        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+            bound.arguments[name] = _plain(function.__name__, name, _kinds_in(str(p.annotation)), value)
+    return bound
 
 
 def no_such_argument(call: str, name: str, known: Sequence[str]) -> str:
@@ -143,7 +143,6 @@ def checks_arguments(rules: Mapping[str, Rule]) -> Callable[[Callable[P, T]], Ca
             if torch.compiler.is_dynamo_compiling():  # which warns of @cache
                 return function(*args, **kwargs)
             bound = bind(function, signature, args, kwargs)
-            bound.arguments.update(plain(function.__name__, signature.parameters, bound.arguments))
             require_by(rules, function.__name__, bound.arguments)
             return function(*bound.args, **bound.kwargs)
 

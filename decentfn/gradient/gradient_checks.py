@@ -91,15 +91,6 @@ def copied(call: str, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return own
 
 
-def require_unlisted(call: str, listed: Sequence[str], params: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if a gradient is traced of a module that may reach frozen parameters through a list."""
-    if listed and any(p.requires_grad for p in params.values()):
-        raise ValueError(
-            f"{call}: lists of the module hold the frozen parameters {brief(listed)}; a gradient that is traced would take "
-            "them from the module in place of the state. Make a torch.nn.ParameterList of them, or write df.autograd(loss_fn)."
-        )
-
-
 def frozen_under(module: nn.Module, word: str, frozen: Iterable[str]) -> list[str]:
     """Return the names of the frozen parameters with this name, or in the submodule with this name, or raise ValueError."""
     names = [name for name in frozen if f"{name}.".startswith(f"{word}.")]

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from decentfn import sharded
 from decentfn.core import PyTree, brief, context, require, trees
-from decentfn.gradient.gradient_checks import copied, frozen_under, listed_parameters, require_apart, require_unlisted
+from decentfn.gradient.gradient_checks import copied, frozen_under, listed_parameters, require_apart
 from decentfn.gradient.loss import in_mode, is_pair, watched
 from decentfn.gradient.parameter_swap import (
     Entry,
@@ -72,9 +72,8 @@ class ModuleLoss:
         new = {name: b if name in self.frozen else torch.clone(b) for name, b in buffers.items()}
         given = {**params, **new}
         changed: list[str] = []
-        require_unlisted(self._call, self._listed, params)
         if torch.compiler.is_dynamo_compiling():
-            self._require_no_hooks(params)
+            self._require_traceable(params)
             self._require_trained(params)
             placed = {self._places.get(name, name): x for name, x in given.items()}
             with _reparametrized(self.network, placed, tie_weights=True, stack_weights=True):
@@ -89,7 +88,7 @@ class ModuleLoss:
                 own = own_by_name(entries := self.entries())
                 given = self.require_same(own, given)
                 self._hooked = _with_hooks(own, params)
-                self._require_no_hooks(params)
+                self._require_traceable(params)
                 first = next(iter(params.values()), None)
                 if first is not None and (functorch.is_differentiated(first) or functorch.is_batched(first)):
                     kept = put_back(self, changed)
@@ -169,8 +168,14 @@ class ModuleLoss:
                 "those that were trained then. Call df.functional again, and init with its parameters."
             )
 
-    def _require_no_hooks(self, params: dict[str, Tensor]) -> None:
-        """Raise ValueError if a gradient is traced of parameters whose hooks only PyTorch's own autograd calls."""
+    def _require_traceable(self, params: dict[str, Tensor]) -> None:
+        """Raise ValueError if a gradient is traced that misses frozen parameters in lists, or hooks that only autograd calls."""
+        if self._listed and any(p.requires_grad for p in params.values()):
+            raise ValueError(
+                f"{self._call}: lists of the module hold the frozen parameters {brief(self._listed)}; a gradient that is traced would "
+                "take them from the module in place of the state. Make a torch.nn.ParameterList of them, or write "
+                "df.autograd(loss_fn)."
+            )
         if any(params[name].requires_grad for name in self._hooked if name in params):
             raise ValueError(
                 f"{self._call}: {brief(self._hooked)} have hooks by register_hook or register_post_accumulate_grad_hook, which "
