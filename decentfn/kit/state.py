@@ -11,7 +11,7 @@ from torch import Tensor
 
 from decentfn.core import PyTree, as_step, first_difference, trees
 from decentfn.core.buckets import Buckets, copy_wide, zeros_like
-from decentfn.gradient import LossFn, LossScale, require_batch, require_inputs, require_module_unchanged
+from decentfn.gradient import LossFn, LossScale, require_first
 from decentfn.gradient import Metrics as Metrics
 from decentfn.optim.transforms import RateState
 from decentfn.torch_private import functorch
@@ -142,9 +142,7 @@ class StateCheck:
                 f"{CALL}: the state is another algorithm's, whose workers may differ, and this one never makes them equal; start from "
                 "their mean, init(df.consensus_mean(state))."
             )
-        require_inputs(CALL, self._loss_fn, x.plan.without_values().tree(), state.buffers)
-        require_module_unchanged(CALL, self._loss_fn, x.tree(), state.buffers, as_step(t))
-        require_batch(self._loss_fn, batch)
+        require_first(CALL, self._loss_fn, x, state.buffers, batch, as_step(t))
 
 
 @contextmanager
