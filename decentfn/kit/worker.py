@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -27,9 +27,8 @@ from decentfn.gradient import (
     partition_of_loss,
     where_good,
 )
-from decentfn.kit.options import DEFAULTS, Options, require_arguments
+from decentfn.kit.options import DEFAULTS, Options, lay_out, require_arguments
 from decentfn.kit.preconditions import fast_gossip_momentum, require_whole
-from decentfn.kit.start import lay_out
 from decentfn.kit.state import Local, Metrics, State
 from decentfn.kit.step import Algorithm, Step
 from decentfn.optim.transforms.basic import current_rate
@@ -208,7 +207,10 @@ class Worker:
         """
         mix = () if posted is None or not self.wants_mix else (gossip.mix_context(posted),)
         named = nullcontext() if torch.compiler.is_dynamo_compiling() else record_function("decentfn::update")
-        with named, nullcontext() if context.donating is None else self._overwriting(g):
+        overwrites = context.donating is not None and self._is_own and _is_own(self.optimizer)
+        if g.good is not None or g.used is not None or context.guarded:
+            overwrites = False  # the old state is read afterwards
+        with named, context.having(overwriting=context.donating) if overwrites else nullcontext():
             result = self.optimizer.update(direction, local.opt, x, *mix)
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], Buckets):
             of_types = [type(part).__name__ for part in (result if isinstance(result, tuple) else [result])]
@@ -223,17 +225,6 @@ class Worker:
                 g = g._replace(good=buckets.all_finite(buckets.part_of(direction, True)))
         u, opt = g.move(u, opt, local.opt)
         return u, local._replace(opt=opt)
-
-    @contextmanager
-    def _overwriting(self, g: Gradient) -> Iterator[None]:
-        """Context of an optimizer that may write over its old state, if nothing reads that afterwards."""
-        is_read = g.good is not None or g.used is not None or context.guarded
-        if self._is_own and _is_own(self.optimizer) and not is_read:
-            context.overwriting = context.donating
-        try:
-            yield
-        finally:
-            context.overwriting = None
 
     def used_by_any(self, g: Gradient, t: Tensor) -> Gradient:
         """Return `g`, in which a leaf is used if any worker uses it; exchanges one number per leaf, for which all wait."""
