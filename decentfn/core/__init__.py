@@ -1,4 +1,4 @@
-"""Foundations of the package: trees, buckets, scalars, numbers, random draws, formatting. The room imports what others use of it."""
+"""Foundations of the package: trees, buckets, scalars, numbers, random draws, messages. The room imports what others use of it."""
 
 from decentfn.core.arguments import (
     MOST_WORKERS,

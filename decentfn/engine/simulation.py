@@ -60,13 +60,12 @@ def simulate(
     def run(state: Any, batch: PyTree, t: Tensor) -> tuple[Any, Any]:
         require_rows("state", state, num_workers)
         if isinstance(batch, SideChannel):
-            result = over_workers(lambda state: one(state, batch, t), num_workers, state, chunk_size=chunk_size)
+            new, metrics = over_workers(lambda state: one(state, batch, t), num_workers, state, chunk_size=chunk_size)
         else:
             batch = trees.plain(batch)
             require_rows("batch", batch, num_workers)
             given = num_workers, state, batch
-            result = over_workers(lambda state, batch: one(state, batch, t), *given, chunk_size=chunk_size)
-        new, metrics = result
+            new, metrics = over_workers(lambda state, batch: one(state, batch, t), *given, chunk_size=chunk_size)
         if replay is not None:
             goes_on = collectives.own_step(state.params[0], t, num_workers) >= 0
             new = trees.map(
