@@ -68,7 +68,7 @@ def require_inputs(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree) 
 
 
 def require_first(call: str, loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree, t: Tensor) -> None:
-    """Raise ValueError unless the loss takes the inputs of a first step, since `init` has its module, and can be traced.
+    """Raise ValueError in a first step if the loss does not take these inputs, or its module has changed since `init`.
 
     Later changes of the module are the user's own.
     """
