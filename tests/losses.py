@@ -172,7 +172,7 @@ def survived(build, n, deaths=None, *, local=1, equal=False, joins=None, batch=N
             step = dying(step, *deaths[rank])
         step, newcomer = df.survive(step, patience=timedelta(seconds=60)), None
         if rank == 0 and joins is not None:
-            newcomer = threading.Thread(target=come, args=(world().store,))
+            newcomer = threading.Thread(target=come, args=(world().channels.store,))
             newcomer.start()
         try:
             train(step, state, 0, rank)

@@ -1,20 +1,20 @@
-"""Checks of the numbers that users pass, driven by the annotations of the function that takes them."""
+"""Checks of the numbers that users pass, driven by the annotations of the function that takes them; values in messages."""
 
 from __future__ import annotations
 
 import inspect
 import math
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache, wraps
+from itertools import zip_longest
 from numbers import Integral, Real
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
-
-from decentfn.core.formatting import brief
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -97,17 +97,12 @@ def array(name: str, what: str, values: object, dtype: type = np.float64) -> np.
     return numbers.astype(dtype)
 
 
-def plain(call: str, parameters: Mapping[str, inspect.Parameter], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments, with annotated numbers and booleans converted to Python's types, or raise ValueError."""
-    kinds = {
-        name: frozenset() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) else _kinds_in(str(p.annotation))
-        for name, p in parameters.items()
-    }
-    return {name: _plain(call, name, kinds[name], value) for name, value in arguments.items()}
-
-
 def bind(function: Callable[..., Any], signature: inspect.Signature, args: Any, kwargs: Any) -> inspect.BoundArguments:
-    """Bind arguments to a function's signature; if they do not fit, raise a TypeError that names the argument."""
+    """Bind arguments to a function's signature, with annotated numbers and booleans converted to Python's types.
+
+    Raises:
+        TypeError, ValueError: an argument, which is named, does not fit.
+    """
     unknown = [name for name in kwargs if name not in signature.parameters]
     if unknown and inspect.Parameter.VAR_KEYWORD not in [p.kind for p in signature.parameters.values()]:
         known = list(signature.parameters)
@@ -115,10 +110,15 @@ def bind(function: Callable[..., Any], signature: inspect.Signature, args: Any, 
             raise TypeError(f"{function.__name__}({brief(args[0])}, {unknown[0]}=...): {hint}")
         raise TypeError(no_such_argument(function.__name__, unknown[0], known))
     try:
-        return signature.bind(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
     except TypeError:
         function(*args, **kwargs)
         raise
+    for name, value in bound.arguments.items():
+        p = signature.parameters[name]
+        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+            bound.arguments[name] = _plain(function.__name__, name, _kinds_in(str(p.annotation)), value)
+    return bound
 
 
 def no_such_argument(call: str, name: str, known: Sequence[str]) -> str:
@@ -143,7 +143,6 @@ def checks_arguments(rules: Mapping[str, Rule]) -> Callable[[Callable[P, T]], Ca
             if torch.compiler.is_dynamo_compiling():  # which warns of @cache
                 return function(*args, **kwargs)
             bound = bind(function, signature, args, kwargs)
-            bound.arguments.update(plain(function.__name__, signature.parameters, bound.arguments))
             require_by(rules, function.__name__, bound.arguments)
             return function(*bound.args, **bound.kwargs)
 
@@ -186,3 +185,45 @@ def _plain(call: str, name: str, kinds: frozenset[str], value: Any) -> Any:
     is_exact = name == "seed" or abs(number) < 2**53  # only a seed's low bits are used
     require(is_exact, call, f"{name} is an integer below 2^53.", **{name: value})
     return number
+
+
+# -- messages: values and errors in them, and warnings at the user's line ----------------------------------------------
+
+_LONGEST, _LONGEST_ERROR = 60, 300
+
+
+def brief(value: object) -> str:
+    """Return a value's repr on one line without addresses, truncated if it is long, such as a module's.
+
+    >>> brief("ring"), brief(list(range(100)))
+    ("'ring'", '[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16...')
+    """
+    text = re.sub(r" at 0x[0-9a-f]+", "", " ".join(repr(value).split()))
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def brief_error(error: BaseException) -> str:
+    r"""Return an error's type and the first line of its message, with the next line if the first ends in a colon.
+
+    >>> brief_error(KeyError("labels"))
+    "KeyError: 'labels'"
+    >>> brief_error(RuntimeError("the backend raised:\nValueError: no kernel\n\nand a page more"))
+    'RuntimeError: the backend raised: ValueError: no kernel'
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]).rstrip(".")
+    first = first if len(first) <= _LONGEST_ERROR else f"{first[: _LONGEST_ERROR - 3]}..."
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def first_difference(one: Sequence[Any], other: Sequence[Any]) -> tuple[Any, Any]:
+    """Return the first elements in which two unequal lists differ; "nothing" is where one has ended."""
+    return next(pair for pair in zip_longest(one, other, fillvalue="nothing") if pair[0] != pair[1])
+
+
+def warn(message: str) -> None:
+    """Warn with the line of the user's call, the first that is neither in this package nor in a decorator."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_globals["__name__"].partition(".")[0] in ("decentfn", "contextlib"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)

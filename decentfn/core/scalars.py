@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from decentfn.core.arguments import brief
 from decentfn.core.context import context
-from decentfn.core.formatting import brief
 from decentfn.core.handles import by_handle, handle_of
 from decentfn.torch_private import functorch
 

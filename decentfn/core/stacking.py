@@ -56,17 +56,22 @@ def require_first(what: str, tree: PyTree, size: int, call: str, rows: str, way_
 
 
 def over_workers(
-    function: Callable[..., PyTree], num_workers: int, *arguments: PyTree, chunk_size: int | None = None
+    function: Callable[..., PyTree],
+    num_workers: int,
+    *arguments: PyTree,
+    chunk_size: int | None = None,
+    randomness: str = "different",
 ) -> PyTree:
     """Apply a function of one worker to all workers at once; every leaf of arguments and result has the workers first.
 
-    With `chunk_size`, parts wrapped by `in_chunks` run for so many workers at a time, without random operations.
+    With `chunk_size`, parts wrapped by `in_chunks` run for so many workers at a time, without random operations. The
+    `randomness` of runs is the "same".
     """
-    one, returned = on_leaves(function, arguments)
+    one, returned = _on_leaves(function, arguments)
     outer = context.chunks
     context.chunks = None if chunk_size is None or chunk_size >= num_workers else (num_workers, chunk_size)
     try:
-        stacked = vmap(one, randomness="different")(trees.leaves(arguments))
+        stacked = vmap(one, randomness=randomness)(trees.leaves(arguments))
     finally:
         context.chunks = outer
     return trees.fill(returned[0], stacked)
@@ -78,7 +83,7 @@ def in_chunks(function: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
     num_workers, size = context.chunks
     leaves = trees.leaves(arguments)
     rows_of_all = [functorch.all_rows(leaf, leaves[0]) for leaf in leaves]
-    one, returned = on_leaves(function, arguments)
+    one, returned = _on_leaves(function, arguments)
     parts = [
         vmap(one, randomness="error")([leaf[first : first + size] for leaf in rows_of_all])
         for first in range(0, num_workers, size)
@@ -87,7 +92,7 @@ def in_chunks(function: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
     return trees.fill(returned[0], joined)
 
 
-def on_leaves(
+def _on_leaves(
     function: Callable[..., PyTree], arguments: PyTree
 ) -> tuple[Callable[[list[Tensor]], list[Tensor]], list[PyTree]]:
     """Return `function` from leaves to leaves, and the list to which it appends the tree of its result."""

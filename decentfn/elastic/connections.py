@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import Store
 
-from decentfn.core.formatting import brief_error
+from decentfn.core.arguments import brief_error
 from decentfn.errors import RunError
 
 _log = logging.getLogger("decentfn")
@@ -137,7 +137,7 @@ def watch(of: weakref.ref[Any], require_present: Callable[[Any], None]) -> None:
         seen, since = None, 0.0
         while (here := of()) is not None:
             session, now = here.session, time.monotonic()
-            step = (here.changes, session.at) if session.is_running else None
+            step = (here.hooks.changes, session.at) if session.is_running else None
             if step != seen:
                 seen, since = step, now
             if step is not None and not here.channels.has_hung_up:

@@ -184,7 +184,7 @@ class Generation(Hooks):
     def require_present(self, seats: Sequence[int] | None = None) -> None:
         """Raise RuntimeError if one of these processes (default: of all) has ended, or another has noticed a loss."""
         here, now = self._of(), time.monotonic()
-        if here is None or self not in here.hooks or here.session.board.has_failed():
+        if here is None or self is not here.hooks or here.session.board.has_failed():
             raise RuntimeError("another process has lost one")
         if self._is_gone is not None and now - self._probed > _PROBE_S:
             self._probed = now
@@ -242,12 +242,13 @@ class Generation(Hooks):
 
 def generation_of(here: World) -> Generation:
     """Return the generation of a world whose step survives."""
-    return next(hook for hook in here.hooks if isinstance(hook, Generation))
+    assert isinstance(here.hooks, Generation)
+    return here.hooks
 
 
 def awaited_run(here: World) -> Store | None:
     """Return the store of the run that this process waits to join (`df.init(join=True)`)."""
-    return next((hook.run for hook in here.hooks if isinstance(hook, Generation) and not hook.members.seats), None)
+    return here.hooks.run if isinstance(here.hooks, Generation) and not here.hooks.members.seats else None
 
 
 class _Reconnected(Channels):
@@ -278,7 +279,7 @@ class _Reconnected(Channels):
 
 def begin(here: World, generation: Generation) -> None:
     """Let the steps of a world be those of a generation."""
-    here.become(hooks=(generation,))
+    here.become(hooks=generation)
     here.channels.connect_by(generation.connect)
 
 
@@ -300,9 +301,9 @@ def go_on(here: World, members: Members, patience: timedelta) -> Generation:
         here.identity, rank=rank, size=size, place=members.places[rank], processes=range(size), num_workers=size
     )
     store = PrefixStore(f"generation {members.changes}", made.run)
-    channels = _Reconnected(identity, None, here.timeout, store)
+    channels = _Reconnected(identity, None, here.channels.timeout, store)
     channels.connect_by(made.connect)
-    here.become(channels=channels, session=Session(rank, PrefixStore("steps", store)), hooks=(made,))
+    here.become(channels=channels, session=Session(rank, PrefixStore("steps", store)), hooks=made)
     channels.connect_all(made, patience)
     return made
 

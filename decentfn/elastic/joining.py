@@ -30,19 +30,19 @@ from decentfn.elastic.generation import Generation, Members, generation_of
 from decentfn.elastic.liveness import Liveness
 from decentfn.elastic.roll_call import POLL_S, Decision
 from decentfn.errors import ExchangeTimeout, PlanMismatch
-from decentfn.kit.state_check import lines_of
+from decentfn.kit.state import lines_of
 
 _RUN = "decentfn run"
 
 
 def open_run(here: World, state: Any) -> Store:
     """Return a part of the store for this run alone, and write where newcomers find it; collective."""
-    bottom = here.store
+    bottom = here.channels.store
     while isinstance(bottom, PrefixStore):
         bottom = bottom.underlying_store
     if here.rank == 0:
-        here.store.set("run", uuid4().hex)
-    name = here.store.get("run").decode()
+        here.channels.store.set("run", uuid4().hex)
+    name = here.channels.store.get("run").decode()
     run = PrefixStore(f"{_RUN} {name}", bottom)
     if here.rank == 0:
         run.set("agreed", json.dumps([lines_of(state), sorted(here.agreed)]))
@@ -71,7 +71,7 @@ def wait_for_run(here: World, store: Store, timeout: timedelta) -> World:
     require(device == "cpu", "init(join=True)", rule)
     identity = replace(here.identity, num_workers=size, size_at_start=size)
     alone = Generation(here, Members(0, (), (0,)), 0, PrefixStore(f"{_RUN} {name}", store))
-    here.become(channels=Channels(identity, None, timeout), hooks=(alone,))
+    here.become(channels=Channels(identity, None, timeout), hooks=alone)
     return here
 
 

@@ -178,7 +178,7 @@ class _Survivor:
 
     def _begin(self, here: World, state: Any) -> None:
         _require_kind(here)
-        if not here.failure_is_final:
+        if not here.hooks.failure_is_final:
             raise ValueError(
                 "survive(step): another step of this run survives already, and the workers would go back to the last call of "
                 "either; call df.survive once."
@@ -186,7 +186,7 @@ class _Survivor:
         import scipy.sparse.csgraph  # noqa: F401  # for the schedule after a loss, when others would wait for the import
 
         seats = tuple(here.identity.processes)
-        late = f"survive: another worker did not call its step within the timeout of df.init ({here.timeout})"
+        late = f"survive: another worker did not call its step within the timeout of df.init ({here.channels.timeout})"
         with connections.reported_as(ExchangeTimeout, late, process=here.rank):
             self._store = joining.open_run(here, state)
             self._announce(here.rank)
@@ -341,7 +341,7 @@ def _require_kind(here: World) -> None:
 
 def _require_schedule(here: World, step: Step) -> None:
     """Raise ValueError if the algorithm accepts no schedule without one of the processes."""
-    if step.topology is None or here.identity.size_at_start == 1 or here.changes:
+    if step.topology is None or here.identity.size_at_start == 1 or here.hooks.changes:
         return
     n = step.topology.num_workers
     try:

@@ -10,7 +10,7 @@ from torch import Tensor
 from decentfn.core import PyTree, brief_error, over_workers, trees
 from decentfn.core.buckets import Buckets
 from decentfn.gradient import DynamicLossScale, evaluate
-from decentfn.kit.state_check import is_state, kind_of
+from decentfn.kit.state import is_state, kind_of
 from decentfn.kit.step import Step
 from decentfn.torch_private.autograd import allow_saved_tensors_hooks
 from decentfn.torch_private.dynamo import first_error, guards_fail, is_not_compiled, is_of_too_many_graphs

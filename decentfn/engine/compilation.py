@@ -23,7 +23,7 @@ from decentfn.engine.donation import require_distinct, require_layout, uninterru
 from decentfn.engine.layout import Layout
 from decentfn.engine.memory import give_back_freed_memory, keep_freed_memory
 from decentfn.gradient import lock_of
-from decentfn.kit.state_check import is_state
+from decentfn.kit.state import is_state
 from decentfn.kit.step import Step
 from decentfn.torch_private import inductor
 from decentfn.torch_private.dynamo import guard_everything, prepare

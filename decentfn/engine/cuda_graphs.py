@@ -1,7 +1,7 @@
 """CUDA graphs: a step of one process, recorded once and then replayed without Python between its kernels.
 
 A recorded kernel reads and writes fixed memory. The state's own memory is fixed, as the step is donated; batches are
-copied into buffers, and operators read what depends on t from a `StepInputs`, filled before each replay.
+copied into buffers, and operators read what depends on t from memory, filled before each replay.
 """
 
 from __future__ import annotations
@@ -115,45 +115,34 @@ def replayed(
     return step
 
 
-class StepInputs:
-    """Memory from which a CUDA graph reads what the step number determines: rounds of schedules, and t itself."""
-
-    def __init__(self) -> None:
-        self._memory: dict[tuple[Callable[..., Tensor], torch.device], Tensor] = {}
-
-    def read(self, function: Callable[..., Tensor], t: Tensor, device: torch.device) -> Tensor:
-        """Return the memory's content for this function and device; the first call computes it for step t."""
-        if (function, device) not in self._memory:
-            self._memory[function, device] = function(t, device).clone()
-        return self._memory[function, device].clone()
-
-    def fill(self, t: Tensor) -> None:
-        """Write the content for step t."""
-        for (function, device), memory in self._memory.items():
-            memory.copy_(function(t, device))
-
-
 class _Recording:
-    """Recording of a step for batches of one form."""
+    """Recording of a step for batches of one form, with memory of what the step number determines: rounds, and t itself."""
 
     def __init__(self, batch: PyTree, device: torch.device | None) -> None:
         self.batch = trees.map(lambda x: torch.empty_like(x, device=device), batch)
-        self._inputs = StepInputs()
+        self._of_step: dict[tuple[Callable[..., Tensor], torch.device], Tensor] = {}
         self._has_run = False
         self._replay: Callable[[], None] | None = None
         self._metrics: PyTree = None
 
+    def read(self, function: Callable[..., Tensor], t: Tensor, device: torch.device) -> Tensor:
+        """Return the memory's content for this function and device; the first call computes it for step t."""
+        if (function, device) not in self._of_step:
+            self._of_step[function, device] = function(t, device).clone()
+        return self._of_step[function, device].clone()
+
     def metrics_of(self, run: Callable[..., tuple[Any, Any]], record: Recorder, state: Any, t: Tensor) -> PyTree:
         """Take a step with the batch in the buffers, and return its metrics."""
         if not self._has_run:  # compiles, loads kernels and makes the inputs, none of which can be recorded
-            with context.having(inputs=self._inputs):
+            with context.having(inputs=self):
                 metrics = run(state, self.batch, t)[1]
             self._has_run = True
             return metrics
-        self._inputs.fill(t)
+        for (function, device), memory in self._of_step.items():
+            memory.copy_(function(t, device))
         if self._replay is None:
             try:
-                with context.having(inputs=self._inputs):
+                with context.having(inputs=self):
                     self._replay, (_, self._metrics) = record(lambda: run(state, self.batch, t))
             except RuntimeError as error:
                 raise RuntimeError(

@@ -14,7 +14,7 @@ from torch import Tensor
 from decentfn.core import PyTree, context, trees
 from decentfn.core.buckets import write_over
 from decentfn.engine.memory import give_back_freed_memory, keep_freed_memory
-from decentfn.kit.state_check import left_alone
+from decentfn.kit.state import left_alone
 from decentfn.kit.step import Step
 
 

@@ -15,7 +15,7 @@ from decentfn.core import PyTree, batches_of, over_workers, require_rows, trees
 from decentfn.core.arguments import MOST_WORKERS, checks_numbers, require, require_at_most
 from decentfn.engine.memory import device_memory, keep_freed_memory
 from decentfn.gradient.side_channel import SideChannel
-from decentfn.kit.state_check import is_state
+from decentfn.kit.state import is_state
 from decentfn.kit.step import Step
 from decentfn.timing import Trace
 from decentfn.timing.replay import Replay
@@ -59,20 +59,19 @@ def simulate(
 
     def run(state: Any, batch: PyTree, t: Tensor) -> tuple[Any, Any]:
         require_rows("state", state, num_workers)
-        new, metrics = run_all(state, batch, t)
+        if isinstance(batch, SideChannel):
+            new, metrics = over_workers(lambda state: one(state, batch, t), num_workers, state, chunk_size=chunk_size)
+        else:
+            batch = trees.plain(batch)
+            require_rows("batch", batch, num_workers)
+            given = num_workers, state, batch
+            new, metrics = over_workers(lambda state, batch: one(state, batch, t), *given, chunk_size=chunk_size)
         if replay is not None:
             goes_on = collectives.own_step(state.params[0], t, num_workers) >= 0
             new = trees.map(
                 lambda new, old: torch.where(goes_on.view(-1, *[1] * (new.dim() - 1)), new, old), new, state
             )
         return new, metrics
-
-    def run_all(state: Any, batch: PyTree, t: Tensor) -> tuple[Any, Any]:
-        if isinstance(batch, SideChannel):
-            return over_workers(lambda state: one(state, batch, t), num_workers, state, chunk_size=chunk_size)
-        batch = trees.plain(batch)
-        require_rows("batch", batch, num_workers)
-        return over_workers(lambda state, batch: one(state, batch, t), num_workers, state, batch, chunk_size=chunk_size)
 
     def check(state: Any, batch: PyTree, t: Tensor) -> None:
         here = collectives.world()

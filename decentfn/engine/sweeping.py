@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import vmap
 
 from decentfn.comm import collectives
-from decentfn.core import PyTree, brief, context, first_difference, on_leaves, require_first, trees
+from decentfn.core import PyTree, brief, context, first_difference, over_workers, require_first, trees
 from decentfn.core.arguments import MOST_WORKERS, checks_numbers, require, require_at_most
-from decentfn.kit.state_check import lines_of
+from decentfn.kit.state import lines_of
 from decentfn.kit.step import Step
 
 
@@ -60,9 +59,17 @@ def sweep(step: Step, num_runs: int) -> Step:
     one = step.run
 
     def run(states: Any, batches: PyTree, t: Tensor) -> tuple[Any, Any]:
+        def run_of(number: Tensor, state: Any, batch: PyTree) -> tuple[Any, Any]:
+            context.runs.append((number, num_runs))
+            try:
+                return one(state, batch, t)
+            finally:
+                context.runs.pop()
+
         _require_runs("states", states, num_runs)
         _require_runs("batches", trees.plain(batches), num_runs)
-        return _over_runs(lambda state, batch: one(state, batch, t), num_runs, states, trees.plain(batches))
+        numbers = torch.arange(num_runs, device=trees.leaves(states)[0].device)
+        return over_workers(run_of, num_runs, numbers, states, trees.plain(batches), randomness="same")
 
     def check(states: Any, batches: PyTree, t: Tensor) -> None:
         if collectives.world().size > 1:
@@ -84,23 +91,6 @@ def _require_runs(what: str, tree: PyTree, num_runs: int) -> None:
     """Raise ValueError unless every leaf of the states or the batches (`what`) has a row for each run."""
     way_out = "df.stack_runs, of the stacked states of all runs, or of their batches"
     require_first(what, tree, num_runs, f"sweep(num_runs={num_runs})", "runs", way_out)
-
-
-def _over_runs(function: Callable[..., PyTree], num_runs: int, *arguments: PyTree) -> PyTree:
-    """Apply a function of one run to all, first in every leaf, with the same random numbers; see `context.runs`."""
-    one, returned = on_leaves(function, arguments)
-    leaves = trees.leaves(arguments)
-
-    def run(number: Tensor, leaves: list[Tensor]) -> list[Tensor]:
-        context.runs.append((number, num_runs))
-        try:
-            return one(leaves)
-        finally:
-            context.runs.pop()
-
-    numbers = torch.arange(num_runs, device=leaves[0].device)
-    stacked = vmap(run, randomness="same")(numbers, leaves)
-    return trees.fill(returned[0], stacked)
 
 
 def stack_runs(runs: Sequence[PyTree]) -> PyTree:

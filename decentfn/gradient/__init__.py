@@ -6,9 +6,8 @@ from decentfn.gradient.evaluation import (
     evaluate,
     lock_of,
     partition_of_loss,
-    require_batch,
+    require_first,
     require_inputs,
-    require_module_unchanged,
     tell_of_batch,
 )
 from decentfn.gradient.loss import LossFn, constants, require_loss

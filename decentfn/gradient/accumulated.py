@@ -64,7 +64,16 @@ def separate(batch: PyTree) -> list[PyTree]:
     """Return the micro-batches of a batch; those of a list may differ in their shapes."""
     if is_list_of_micros(batch):
         return batch
-    stacks, template = trees.leaves(_with_both_axes(batch)), trees.enumerate_leaves(batch)
+    stacks, template = trees.leaves(batch), trees.enumerate_leaves(batch)
+    shapes = [list(x.shape) for x in stacks]
+    # With one axis alone, a batch of samples would pass for micro-batches of one.
+    if not shapes or any(len(shape) < 2 or shape[:2] != shapes[0][:2] or not shape[0] for shape in shapes):
+        raise ValueError(
+            f"accumulate(loss_fn): the batch's leaves are {shapes}, but each is [M, b, ...], with the same leading axis of M >= 1 "
+            "micro-batches and then that of b samples: x.unflatten(0, (M, -1)). Leaves of other shapes go into a list of M "
+            "micro-batches. A list of bare tensors is one batch: torch.stack(batch) has the axes, and of unequal shapes "
+            "[(x,) for x in batch] is a list of micro-batches (x,)."
+        )
     # To Dynamo the length of a range is a constant even if M changes during a run, while a size becomes a symbol.
     count = len(range(stacks[0].shape[0]))
     return [trees.fill(template, [x[i] for x in stacks]) for i in range(count)]
@@ -76,19 +85,6 @@ def is_list_of_micros(batch: PyTree) -> bool:
         return False
     first = trees.enumerate_leaves(batch[0])
     return all(trees.enumerate_leaves(item) == first for item in batch[1:])
-
-
-def _with_both_axes(batch: PyTree) -> PyTree:
-    """Require leaves `[M, b, ...]`, or a batch of samples would pass for micro-batches of one; return the batch."""
-    shapes = [list(x.shape) for x in trees.leaves(batch)]
-    if not shapes or any(len(shape) < 2 or shape[:2] != shapes[0][:2] or not shape[0] for shape in shapes):
-        raise ValueError(
-            f"accumulate(loss_fn): the batch's leaves are {shapes}, but each is [M, b, ...], with the same leading axis of M >= 1 "
-            "micro-batches and then that of b samples: x.unflatten(0, (M, -1)). Leaves of other shapes go into a list of M "
-            "micro-batches. A list of bare tensors is one batch: torch.stack(batch) has the axes, and of unequal shapes "
-            "[(x,) for x in batch] is a list of micro-batches (x,)."
-        )
-    return batch
 
 
 def mean_gradient_of(

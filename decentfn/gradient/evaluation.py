@@ -54,8 +54,6 @@ def require_inputs(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree) 
         own(call, params, buffers)
         if call.startswith("init"):
             require_unchanged(call, loss_fn, params, buffers)
-        if call.startswith("step") and isinstance(loss_fn, ModuleLoss) and collectives.all_processes().rank == 0:
-            tell_eval_mode(loss_fn.module)
         for name, attributes in getattr(loss_fn, "param_attributes", {}).items():  # which copies have lost
             vars(params[name]).update(attributes)
         return {} if buffers is None else buffers
@@ -69,19 +67,21 @@ def require_inputs(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree) 
     return buffers
 
 
-def require_module_unchanged(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree, t: Tensor) -> None:
-    """Raise ValueError in a first step if the module has changed since `init`; later changes are the user's own."""
-    inner: Any = unwrapped(loss_fn)[0]
-    if isinstance(inner, ModuleLoss) and not functorch.has_no_value(t):
-        require_unchanged(call, inner, params, buffers)
-        vars(inner).pop("watch", None)
+def require_first(call: str, loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree, t: Tensor) -> None:
+    """Raise ValueError in a first step if the loss does not take these inputs, or its module has changed since `init`.
 
-
-def require_batch(loss_fn: LossFn, batch: PyTree) -> None:
-    """Raise ValueError unless the batch is of the kind that the loss unpacks, if it declares one, and can be traced."""
+    Later changes of the module are the user's own.
+    """
+    require_inputs(call, loss_fn, params.plan.without_values().tree(), buffers)
+    inner, around = unwrapped(loss_fn)
+    if isinstance(inner, ModuleLoss):
+        if collectives.all_processes().rank == 0:
+            tell_eval_mode(inner.module)
+        if not functorch.has_no_value(t):
+            require_unchanged(call, inner, params.tree(), buffers)
+            vars(inner).pop("watch", None)
     if isinstance(batch, SideChannel):
         return  # checked before it entered the side channel
-    inner, around = unwrapped(loss_fn)
     if Accumulated in around:
         batch = separate(batch)[0]
     if (own := getattr(inner, "require_batch", None)) is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from decentfn import sharded
 from decentfn.core import brief, require, trees
+from decentfn.gradient.parameter_swap import contents
 
 
 @contextmanager
@@ -91,15 +91,6 @@ def copied(call: str, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return own
 
 
-def require_unlisted(call: str, listed: Sequence[str], params: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if a gradient is traced of a module that may reach frozen parameters through a list."""
-    if listed and any(p.requires_grad for p in params.values()):
-        raise ValueError(
-            f"{call}: lists of the module hold the frozen parameters {brief(listed)}; a gradient that is traced would take "
-            "them from the module in place of the state. Make a torch.nn.ParameterList of them, or write df.autograd(loss_fn)."
-        )
-
-
 def frozen_under(module: nn.Module, word: str, frozen: Iterable[str]) -> list[str]:
     """Return the names of the frozen parameters with this name, or in the submodule with this name, or raise ValueError."""
     names = [name for name in frozen if f"{name}.".startswith(f"{word}.")]
@@ -114,21 +105,8 @@ def frozen_under(module: nn.Module, word: str, frozen: Iterable[str]) -> list[st
 def listed_parameters(modules: Iterable[nn.Module]) -> set[int]:
     """Return the identities of the parameters in lists and other plain containers that are attributes of modules."""
     keys = {"_parameters", "_buffers", "_modules", "_flat_weights"}  # the last are of nn.RNNBase
-    found: list[Any] = [
-        {k: x for k, x in vars(m).items() if k not in keys and isinstance(x, _CONTAINERS)} for m in modules
-    ]
-    seen, ids = set(), set()
-    while found:
-        x = found.pop()
-        if isinstance(x, _CONTAINERS) and id(x) not in seen:
-            seen.add(id(x))
-            found += [*(x.values() if isinstance(x, dict) else iter(x))]  # a tuple's class may have no length (e3nn)
-        elif isinstance(x, nn.Parameter):
-            ids.add(id(x))
-    return ids
-
-
-_CONTAINERS = (dict, list, tuple, set, deque)
+    held = [x for m in modules for k, x in vars(m).items() if k not in keys and not isinstance(x, nn.Parameter)]
+    return {id(x) for x in contents(held) if isinstance(x, nn.Parameter)}
 
 
 def _is_trained(x: Tensor | None) -> bool:

@@ -124,17 +124,6 @@ def require_loss(call: str, loss_fn: Any) -> None:
         raise ValueError(f"{call}={brief(loss_fn)}: expected a function (params, batch) -> loss.")
 
 
-def require_criterion(criterion: Any, forward: Any) -> None:
-    """Raise ValueError unless the criterion of `df.functional` is a function or None, and None with a `forward`."""
-    if isinstance(criterion, type) or not (criterion is None or callable(criterion)):
-        raise ValueError(
-            f"functional(criterion={brief(criterion)}): expected a function (output, *targets) -> loss: "
-            "nn.functional.mse_loss, or the object nn.MSELoss()."
-        )
-    if criterion is not None and forward is not None:
-        raise ValueError("functional(module, criterion, forward=...): forward returns the loss itself; leave one out.")
-
-
 def takes(function: Callable[..., Any], count: int) -> bool:
     """Return True if `function` can be called with `count` arguments, as far as its signature is known."""
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from operator import attrgetter
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,8 @@ from torch.nn.parameter import is_lazy
 
 from decentfn import sharded
 from decentfn.core import PyTree, brief, context, require, trees
-from decentfn.gradient.gradient_checks import copied, frozen_under, listed_parameters, require_apart, require_unlisted
-from decentfn.gradient.loss import in_mode, is_pair, require_criterion, watched
+from decentfn.gradient.gradient_checks import copied, frozen_under, listed_parameters, require_apart
+from decentfn.gradient.loss import in_mode, is_pair, watched
 from decentfn.gradient.parameter_swap import (
     Entry,
     ParameterSwap,
@@ -72,14 +72,13 @@ class ModuleLoss:
         new = {name: b if name in self.frozen else torch.clone(b) for name, b in buffers.items()}
         given = {**params, **new}
         changed: list[str] = []
-        require_unlisted(self._call, self._listed, params)
         if torch.compiler.is_dynamo_compiling():
-            self._require_no_hooks(params)
+            self._require_traceable(params)
             self._require_trained(params)
             placed = {self._places.get(name, name): x for name, x in given.items()}
             with _reparametrized(self.network, placed, tie_weights=True, stack_weights=True):
                 loss, aux = self.of(batch)
-            # The compiler itself fails with plain attributes. Run eagerly, `_refuse_changes` names both.
+            # The compiler itself fails with plain attributes. Run eagerly, the error below names both.
             if any([getattr(owner, name) is not None for owner, name in self._empty]):
                 raise RuntimeError("a call of the module makes buffers")
             given = dict(zip(given, placed.values(), strict=True))
@@ -89,7 +88,7 @@ class ModuleLoss:
                 own = own_by_name(entries := self.entries())
                 given = self.require_same(own, given)
                 self._hooked = _with_hooks(own, params)
-                self._require_no_hooks(params)
+                self._require_traceable(params)
                 first = next(iter(params.values()), None)
                 if first is not None and (functorch.is_differentiated(first) or functorch.is_batched(first)):
                     kept = put_back(self, changed)
@@ -101,7 +100,12 @@ class ModuleLoss:
                     loss, aux = self.of(batch)
         self.require_in_place(name for name in params if name in given and given[name] is not params[name])
         if changed and next(iter(params.values())).requires_grad:
-            self._refuse_changes(changed)
+            raise ValueError(
+                f"{self._call}: a call changes the module's attributes {brief(changed)}, which a traced step would lose; write "
+                "df.autograd(loss_fn), with which they stay in the module. Or, before df.functional, make a buffer of what lives on, "
+                "self.register_buffer(name, tensor); call the module once on a batch, if its first call makes them; take "
+                "spectral_norm and weight_norm from torch.nn.utils.parametrizations."
+            )
         assigned = {name: x for name, x in given.items() if name in buffers and x is not None and x is not new[name]}
         new.update({name: torch.clone(x) for name, x in assigned.items()})  # a call may assign the batch
         return loss, (new, aux)
@@ -113,14 +117,6 @@ class ModuleLoss:
     def own(self) -> dict[str, Tensor]:
         """Return the module's own tensors by name."""
         return own_by_name(self.entries())
-
-    def _refuse_changes(self, names: list[str]) -> NoReturn:
-        raise ValueError(
-            f"{self._call}: a call changes the module's attributes {brief(names)}, which a traced step would lose; write "
-            "df.autograd(loss_fn), with which they stay in the module. Or, before df.functional, make a buffer of what lives on, "
-            "self.register_buffer(name, tensor); call the module once on a batch, if its first call makes them; take "
-            "spectral_norm and weight_norm from torch.nn.utils.parametrizations."
-        )
 
     @contextmanager
     def swap(self, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> Iterator[ParameterSwap]:
@@ -172,8 +168,14 @@ class ModuleLoss:
                 "those that were trained then. Call df.functional again, and init with its parameters."
             )
 
-    def _require_no_hooks(self, params: dict[str, Tensor]) -> None:
-        """Raise ValueError if a gradient is traced of parameters whose hooks only PyTorch's own autograd calls."""
+    def _require_traceable(self, params: dict[str, Tensor]) -> None:
+        """Raise ValueError if a gradient is traced that misses frozen parameters in lists, or hooks that only autograd calls."""
+        if self._listed and any(p.requires_grad for p in params.values()):
+            raise ValueError(
+                f"{self._call}: lists of the module hold the frozen parameters {brief(self._listed)}; a gradient that is traced would "
+                "take them from the module in place of the state. Make a torch.nn.ParameterList of them, or write "
+                "df.autograd(loss_fn)."
+            )
         if any(params[name].requires_grad for name in self._hooked if name in params):
             raise ValueError(
                 f"{self._call}: {brief(self._hooked)} have hooks by register_hook or register_post_accumulate_grad_hook, which "
@@ -340,7 +342,11 @@ def functional(
             other processes than this worker's.
     """
     require(isinstance(module, nn.Module), "functional", "expected an nn.Module.", module=module)
-    require_criterion(criterion, forward)
+    rule = "expected a function (output, *targets) -> loss: nn.functional.mse_loss, or the object nn.MSELoss()."
+    is_function = callable(criterion) and not isinstance(criterion, type)
+    require(criterion is None or is_function, "functional", rule, criterion=criterion)
+    rule = "forward returns the loss itself; leave one out."
+    require(criterion is None or forward is None, "functional(module, criterion, forward=...)", rule)
     sharded.require_unwrapped(module)
     is_sharded = sharded.is_sharded(module)
     partition = sharded.partition_of(module) if is_sharded else None

@@ -215,6 +215,16 @@ def turns(loss_fn: Any, kept: list[dict[int, Any]], workers: int) -> Iterator[in
 
 def _holds_tensors(x: Any) -> bool:
     """Return True if `x` holds a tensor, or a weak reference to one, at any depth."""
-    if isinstance(x, (dict, list, tuple, set, deque)):
-        return any(map(_holds_tensors, x.values() if isinstance(x, dict) else x))
-    return isinstance(x() if type(x) is ref else x, Tensor)
+    return any(isinstance(one() if type(one) is ref else one, Tensor) for one in contents(x))
+
+
+def contents(x: Any) -> Iterator[Any]:
+    """Yield what a dict, list or another plain container holds at any depth; anything else itself."""
+    found, seen = [x], set()
+    while found:
+        x = found.pop()
+        if not isinstance(x, (dict, list, tuple, set, deque)):
+            yield x
+        elif id(x) not in seen:
+            seen.add(id(x))
+            found += [*(x.values() if isinstance(x, dict) else iter(x))]  # a tuple's class may have no length (e3nn)

@@ -100,16 +100,10 @@ def _kernel(token: Tensor, handle: Tensor, aux: Tensor, workers: int) -> Tensor:
     return sent(weights if workers else weights[0].clone(), token.device)
 
 
-def _over_workers(
-    info: Any, in_dims: Any, token: Tensor, handle: Tensor, aux: Tensor, workers: int
-) -> tuple[Tensor, int]:
-    return _weight(token.select(in_dims[0], 0), handle, aux.select(in_dims[2], 0), info.batch_size), 0
-
-
 _weight = operator(
-    # `workers`: 0 for one worker alone; N for N stacked ones. `aux` is the number of the gradient's outcome.
+    # `aux` is the number of the gradient's outcome.
     "weight(Tensor token, Tensor function, Tensor aux, int workers) -> Tensor",
     _kernel,
     lambda token, handle, aux, workers: token.new_empty((workers,) if workers else (), dtype=torch.float64),
-    _over_workers,
+    ("token",),
 )

@@ -11,11 +11,11 @@ from typing import Any, ParamSpec, cast
 import torch
 
 from decentfn.comm.fingerprint import agree, describe, require_equal, structure
-from decentfn.core import PyTree, bind, brief, plain, require, trees
+from decentfn.core import PyTree, bind, brief, require, trees
 from decentfn.gradient import constants, require_inputs
 from decentfn.kit.options import DEFAULTS, require_names
 from decentfn.kit.preconditions import require_doubly_stochastic
-from decentfn.kit.state_check import StateCheck, require_params
+from decentfn.kit.state import StateCheck, require_params
 from decentfn.kit.step import Algorithm
 from decentfn.topologies.rounds import Topology, demanding
 
@@ -53,7 +53,6 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
     @functools.wraps(function)
     def build(*args: P.args, **kwargs: P.kwargs) -> Algorithm:
         call = bind(function, signature, args, kwargs)
-        call.arguments.update(plain(function.__name__, signature.parameters, call.arguments))
         require_names(function.__name__, call.arguments.get("options", {}), own)
         if isinstance(given := call.arguments["topology"], Topology):
             # Another takes its place only if the same call accepts it.

@@ -17,7 +17,7 @@ from decentfn.core import PyTree, as_step, brief, context, draws, require, trees
 from decentfn.core.buckets import Buckets, Plan
 from decentfn.gradient import LossFn, is_by_autograd, tell_of_batch
 from decentfn.gradient.side_channel import SideChannel, with_side_channel
-from decentfn.kit.state_check import left_alone, require_result
+from decentfn.kit.state import left_alone, require_result
 from decentfn.timing.replay import Replay
 from decentfn.topologies import Topology
 from decentfn.torch_private import functorch
@@ -41,7 +41,7 @@ class Step:
 
     What a call runs, in this order:
 
-    1. `check`, in the first call with a layout of the state: `StateCheck.check` (`kit/state_check.py`), within
+    1. `check`, in the first call with a layout of the state: `StateCheck.check` (`kit/state.py`), within
        `df.simulate`'s and `df.guard`'s.
     2. `run`, between the hooks of `collectives.whole_step`: the function under `@kit.algorithm`, as `Worker.algorithm` got
        it; `df.simulate` batches it (`engine/simulation.py`), `df.compile` compiles it (`engine/compilation.py`, `run`);

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -15,20 +15,8 @@ from torch.profiler import record_function
 from decentfn.comm import collectives, gossip
 from decentfn.comm.fingerprint import require_equal
 from decentfn.comm.gossip import Posted, collect
-from decentfn.core import PyTree, context, trees
-from decentfn.core.buckets import (
-    Buckets,
-    all_finite,
-    each,
-    global_norm,
-    is_finite,
-    known_finite,
-    loose,
-    part_of,
-    scale,
-    where,
-    with_own,
-)
+from decentfn.core import PyTree, buckets, context, trees
+from decentfn.core.buckets import Buckets, each
 from decentfn.gradient import (
     DynamicLossScale,
     Gradient,
@@ -39,9 +27,8 @@ from decentfn.gradient import (
     partition_of_loss,
     where_good,
 )
-from decentfn.kit.options import DEFAULTS, Options, require_arguments
+from decentfn.kit.options import DEFAULTS, Options, lay_out, require_arguments
 from decentfn.kit.preconditions import fast_gossip_momentum, require_whole
-from decentfn.kit.start import lay_out
 from decentfn.kit.state import Local, Metrics, State
 from decentfn.kit.step import Algorithm, Step
 from decentfn.optim.transforms.basic import current_rate
@@ -190,7 +177,7 @@ class Worker:
             g = _weighed(g, weight(g), local.buffers, together)
         if scale is None and not context.guarded:
             if not torch.compiler.is_dynamo_compiling():  # the norm's squares are freed before there is an update
-                g = g._replace(norm=global_norm(g.grads))
+                g = g._replace(norm=buckets.global_norm(g.grads))
             return g, local._replace(buffers=g.buffers)
         own, norm = _judged(g, together)
         good, local = own, local._replace(buffers=where_good(own, g.buffers, local.buffers))
@@ -199,7 +186,7 @@ class Worker:
             good, local = common if together else own, local._replace(scale=scaling.advance(scale, common))
         elif together:  # the average leaves the bad ones out, so what is shared is good; a worker's own is all bad
             theirs = where_good(own, g.grads, each(lambda b: b.new_full((), torch.nan), g.grads))
-            return g._replace(grads=with_own(g.grads, theirs), norm=norm), local
+            return g._replace(grads=buckets.with_own(g.grads, theirs), norm=norm), local
         grads, counts = where_good(own, g.grads, each(nothing_like, g.grads)), g.good
         return g._replace(grads=grads, good=good if counts is None else good & counts, norm=norm), local
 
@@ -220,7 +207,10 @@ class Worker:
         """
         mix = () if posted is None or not self.wants_mix else (gossip.mix_context(posted),)
         named = nullcontext() if torch.compiler.is_dynamo_compiling() else record_function("decentfn::update")
-        with named, nullcontext() if context.donating is None else self._overwriting(g):
+        overwrites = context.donating is not None and self._is_own and _is_own(self.optimizer)
+        if g.good is not None or g.used is not None or context.guarded:
+            overwrites = False  # the old state is read afterwards
+        with named, context.having(overwriting=context.donating) if overwrites else nullcontext():
             result = self.optimizer.update(direction, local.opt, x, *mix)
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], Buckets):
             of_types = [type(part).__name__ for part in (result if isinstance(result, tuple) else [result])]
@@ -232,20 +222,9 @@ class Worker:
         if context.guarded:
             u, opt = good_update(u, opt, local.opt, lambda: self.optimizer.init(x))
             if g.good is None:
-                g = g._replace(good=all_finite(part_of(direction, True)))
+                g = g._replace(good=buckets.all_finite(buckets.part_of(direction, True)))
         u, opt = g.move(u, opt, local.opt)
         return u, local._replace(opt=opt)
-
-    @contextmanager
-    def _overwriting(self, g: Gradient) -> Iterator[None]:
-        """Context of an optimizer that may write over its old state, if nothing reads that afterwards."""
-        is_read = g.good is not None or g.used is not None or context.guarded
-        if self._is_own and _is_own(self.optimizer) and not is_read:
-            context.overwriting = context.donating
-        try:
-            yield
-        finally:
-            context.overwriting = None
 
     def used_by_any(self, g: Gradient, t: Tensor) -> Gradient:
         """Return `g`, in which a leaf is used if any worker uses it; exchanges one number per leaf, for which all wait."""
@@ -253,16 +232,16 @@ class Worker:
             return g
         leaves = [[s for s in plan.segments if s.numel] for plan in used.plan.buckets]
         own = torch.stack([flags[s.start] for flags, its in zip(used, leaves, strict=True) for s in its])
-        any_of = iter((gossip.mean(loose([own.to(torch.float32)]), self.everyone, t)[0] > 0).unbind())
+        any_of = iter((gossip.mean(buckets.loose([own.to(torch.float32)]), self.everyone, t)[0] > 0).unbind())
         flags = [
             torch.cat([next(any_of).expand(s.numel) for s in its]) if its else empty
             for empty, its in zip(used, leaves, strict=True)
         ]
-        return g._replace(used=with_own(Buckets(flags, used.plan), used))
+        return g._replace(used=buckets.with_own(Buckets(flags, used.plan), used))
 
     def everywhere(self, claim: Tensor, t: Tensor) -> Tensor:
         """Return True (0-d bool) on all workers if `claim` holds on each; exchanges one number, for which all wait."""
-        denials = gossip.mean(loose([(~claim).to(torch.float32).view(1)]), self.everyone, t)
+        denials = gossip.mean(buckets.loose([(~claim).to(torch.float32).view(1)]), self.everyone, t)
         return denials[0][0] == 0
 
     def post(self, x: Buckets, t: Tensor, topology: Topology | None = None) -> Posted:
@@ -312,9 +291,9 @@ class Worker:
         """Return `x w / mean_j w_j`, whose mean over the workers is the weighted one; arguments as for `mean`."""
         sent = [gossip.narrow(b, plan.dtype, self.wire_dtype) for b, plan in zip(x, x.plan.buckets, strict=True)]
         own = gossip.beside(sent, weight.detach().to(torch.float64))
-        mean = gossip.mean(loose([own.reshape(1)]), everyone, t)[0][0]
+        mean = gossip.mean(buckets.loose([own.reshape(1)]), everyone, t)[0][0]
         share = torch.where(mean != 0, own / mean, torch.zeros_like(mean))
-        return with_own(scale(x, share), scale(x, share != 0))
+        return buckets.with_own(buckets.scale(x, share), buckets.scale(x, share != 0))
 
 
 def _is_own(optimizer: Any) -> bool:
@@ -326,15 +305,15 @@ def _after(batch: PyTree, posted: Posted | Sequence[Posted]) -> PyTree:
     several = (posted,) if isinstance(posted, Posted) else posted
     leaves = trees.leaves(batch)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    later = collectives.after([leaves[i] for i in places], [number for one in several for number in one.numbers])
-    for i, leaf in zip(places, later, strict=True):
-        leaves[i] = leaf
+    if numbers := [number for one in several for number in one.numbers]:
+        for i, leaf in zip(places, collectives.after([leaves[i] for i in places], numbers), strict=True):
+            leaves[i] = leaf
     return trees.fill(trees.enumerate_leaves(batch), leaves)
 
 
 def _weighed(g: Gradient, weight: Tensor, buffers: PyTree, together: bool) -> Gradient:
     """Return `g` with its weight; if that is 0, a gradient that is not finite is 0, and bad, as is no mean of all."""
-    counts = (weight != 0) | all_finite(g.grads)
+    counts = (weight != 0) | buckets.all_finite(g.grads)
     grads, new = where_good(counts, (g.grads, g.buffers), (each(torch.zeros_like, g.grads), buffers))
     return g._replace(grads=grads, buffers=new, weight=weight, good=None if together else counts)
 
@@ -342,9 +321,9 @@ def _weighed(g: Gradient, weight: Tensor, buffers: PyTree, together: bool) -> Gr
 def _judged(g: Gradient, together: bool) -> tuple[Tensor, Tensor | None]:
     """Return True (0-d bool) for a good gradient, and its norm (None outside a guarded step)."""
     if not context.guarded:
-        return all_finite(g.grads), None
-    norm = global_norm(g.grads)
-    good = all_finite(g.grads) if together else torch.isfinite(norm)
+        return buckets.all_finite(g.grads), None
+    norm = buckets.global_norm(g.grads)
+    good = buckets.all_finite(g.grads) if together else torch.isfinite(norm)
     context.guarded[-1].updates.append(good)
     return good, norm
 
@@ -354,7 +333,7 @@ def good_update(u: Buckets, opt: PyTree, old: PyTree, start: Callable[[], PyTree
 
     A bad element keeps its moments from the `old` state; if those were bad before, they are reset to the start's.
     """
-    if collectives.processes_per_worker() == 1 and known_finite([*u, *trees.leaves(opt)]) is not None:
+    if collectives.processes_per_worker() == 1 and buckets.known_finite([*u, *trees.leaves(opt)]) is not None:
         return u, opt
     first, shapes = start(), [b.shape for b in u]
 
@@ -366,19 +345,21 @@ def good_update(u: Buckets, opt: PyTree, old: PyTree, start: Callable[[], PyTree
     context.guarded[-1].updates.append(gossip.are_finite(list(u)))
 
     def settle(node: Buckets, new: Buckets, old: Buckets, first: Buckets) -> Buckets:
-        return where(good, new, where(was_good, old, first)) if [b.shape for b in new] == shapes else node
+        return (
+            buckets.where(good, new, buckets.where(was_good, old, first)) if [b.shape for b in new] == shapes else node
+        )
 
     others = trees.map(finite_or, opt, old, first)
     opt = trees.map_nodes(Buckets, settle, others, opt, old, first)
-    return where(good, u, each(torch.zeros_like, u)), opt
+    return buckets.where(good, u, each(torch.zeros_like, u)), opt
 
 
 def finite_or(new: Tensor, old: Tensor, first: Tensor) -> Tensor:
     """Return the first finite one of `new`, `old` and `first`, element by element; other dtypes return `new`."""
     if not (new.is_floating_point() or new.is_complex()):
         return new
-    return torch.where(is_finite(new), new, torch.where(is_finite(old), old, first))
+    return torch.where(buckets.is_finite(new), new, torch.where(buckets.is_finite(old), old, first))
 
 
 def _all_finite(*several: Buckets) -> Buckets:
-    return each(lambda *tensors: functools.reduce(torch.logical_and, map(is_finite, tensors)), *several)
+    return each(lambda *tensors: functools.reduce(torch.logical_and, map(buckets.is_finite, tensors)), *several)

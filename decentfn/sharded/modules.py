@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from decentfn.comm.collectives import World, all_processes, close, met
+from decentfn.core.arguments import brief
 from decentfn.core.buckets import Place, Places
-from decentfn.core.formatting import brief
 from decentfn.torch_private.distributed import offset_of_shard
 
 

@@ -10,8 +10,7 @@ from statistics import median
 
 import numpy as np
 
-from decentfn.core.arguments import array, real, require, whole_number
-from decentfn.core.formatting import brief_error
+from decentfn.core.arguments import array, brief_error, real, require, whole_number
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,7 @@ _WRITTEN_OUT = (
     *(_aten.native_batch_norm, _aten.native_batch_norm_backward, _aten._native_batch_norm_legit),
     *(_aten.nll_loss_forward, _aten.nll_loss_backward, _aten.nll_loss2d_forward, _aten.nll_loss2d_backward),
     *(_aten.binary_cross_entropy_with_logits, _aten.native_dropout_backward, _aten.embedding_dense_backward),
+    _aten.index_add,
 )
 """Operators that PyTorch's own decomposition writes in terms of others."""
 
@@ -116,15 +117,6 @@ def _samples(op: Any, *args: Any, **kwargs: Any) -> Any:
         return trees.map(lambda x: x.unflatten(0, first), out)
 
     return _of_rows([*args, None if shared else mask], compute)
-
-
-def _index(x: Tensor, dim: int, index: Tensor) -> Tensor:
-    return x[(slice(None),) * (dim % x.dim()) + (index,)]
-
-
-def _index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Tensor:
-    places = [*(None,) * (dim % x.dim()), index]
-    return _aten.index_put.default(x, places, source * alpha, True)
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -228,8 +220,7 @@ def _install_all() -> None:
         for op in ops:
             _install(op, partial(rule, op), batched, always=op in _LOOPED)
     _install(_aten.embedding.default, lambda weight, index, *_: weight[index], batched)
-    _install(_aten.index_select.default, _index, batched)
-    _install(_aten.index_add.default, _index_add, batched)
+    _install(_aten.index_select.default, lambda x, dim, index: x[(slice(None),) * (dim % x.dim()) + (index,)], batched)
     for packet in _WRITTEN_OUT:
         for op in (getattr(packet, name) for name in packet.overloads()):
             if op in written_out:

@@ -19,7 +19,7 @@ from unittest import mock
 
 import torch
 
-from decentfn.core.formatting import warn
+from decentfn.core.arguments import warn
 from decentfn.torch_private.names import BACKEND, GRAPH_PASS, LOOP_SPLIT, READ_EXPR, VECTORS
 
 _CALL = 'df.compile(step, backend="inductor")'
@@ -81,7 +81,8 @@ def keep_in_order(name: str) -> None:
 
 def _chain(graph: torch.fx.Graph) -> None:
     """Make each such call depend on the one before it, or Inductor would reorder them to save memory."""
-    calls = [node for node in graph.nodes if _short_name(node.target) in _in_order]
+    names = {f"decentfn::{name}" for name in _in_order}
+    calls = [node for node in graph.nodes if getattr(getattr(node.target, "_schema", None), "name", None) in names]
     for before, call in itertools.pairwise(calls):
         last = before
         if "val" in before.meta and isinstance(before.meta["val"], (list, tuple)):
@@ -90,11 +91,6 @@ def _chain(graph: torch.fx.Graph) -> None:
                 last = first[0] if first else graph.call_function(operator.getitem, (before, 0))
             last.meta.setdefault("val", before.meta["val"][0])
         call.args = (*call.args[:-1], last)
-
-
-def _short_name(target: Any) -> str | None:
-    is_ours = getattr(target, "namespace", "") == "decentfn"
-    return target._schema.name.removeprefix("decentfn::") if is_ours else None
 
 
 def _copy_what_is_kept(graph: torch.fx.Graph, stores: list[Any]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from decentfn.comm import collectives
-from decentfn.core.formatting import brief
+from decentfn.core.arguments import brief
 from decentfn.train.checkpoint import extras
 
 _log = logging.getLogger("decentfn")

@@ -16,9 +16,9 @@ from decentfn import sharded
 from decentfn.comm import collectives
 from decentfn.comm.fingerprint import digest
 from decentfn.core import trees
+from decentfn.core.arguments import brief
 from decentfn.core.buckets import Plan, sum_within_worker
 from decentfn.core.context import context
-from decentfn.core.formatting import brief
 from decentfn.core.trees import PyTree
 from decentfn.errors import PeerLost, RunError
 from decentfn.gradient.evaluation import swapping

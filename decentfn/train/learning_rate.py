@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from decentfn.core import brief, real, trees
-from decentfn.kit.state import State
-from decentfn.kit.state_check import is_state
+from decentfn.kit.state import State, is_state
 from decentfn.optim.transforms.basic import RateState, current_rate, rates
 
 _SET = "set_learning_rate(state, rate)"

@@ -78,7 +78,7 @@ def _until(batches: Iterable[Batch], kind: str, most: float, start: int) -> Iter
 def _counter(here: collectives.World) -> Any:
     """Return a function that adds to a number that all ranks share, and returns it."""
     here.budgets += 1  # all ranks make the same ones in the same order
-    key, store = f"decentfn budget {here.budgets}", here.store if here.size > 1 else HashStore()
+    key, store = f"decentfn budget {here.budgets}", here.channels.store if here.size > 1 else HashStore()
 
     def add(amount: int) -> int:
         what = "df.data.until: the store in which the workers count has ended; the state is complete, and so is its last step"

@@ -150,10 +150,12 @@ def _take_over(backend: str | None, timeout: timedelta | None) -> None:
             "or make that group with this backend."
         )
     known = collectives.all_processes()
-    if timeout is None or known.timeout == timeout:
+    if timeout is None or known.channels.timeout == timeout:
         return
-    rule = f"an earlier df.init set {known.timeout}; pass the timeout to the first call, and leave it out here."
-    require(known.timeout is None, f"init(timeout={timeout})", rule)
+    rule = (
+        f"an earlier df.init set {known.channels.timeout}; pass the timeout to the first call, and leave it out here."
+    )
+    require(known.channels.timeout is None, f"init(timeout={timeout})", rule)
     group: Any = dist.group.WORLD
     group.set_timeout(timeout)
     collectives.adopt_default_group(timeout, known.device)

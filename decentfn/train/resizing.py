@@ -13,8 +13,7 @@ from decentfn.core import PyTree, first_difference, trees
 from decentfn.core.buckets import Buckets, Plan, cast_like, is_finite, with_own
 from decentfn.engine.simulation import stack
 from decentfn.errors import NonFinite
-from decentfn.kit.state import State, restarted
-from decentfn.kit.state_check import lines_of
+from decentfn.kit.state import State, lines_of, restarted
 from decentfn.kit.step import Algorithm, require_algorithm
 from decentfn.train.consensus import is_stacked
 from decentfn.train.own_steps import memory_of

@@ -50,7 +50,7 @@ class Stop:
     def _connect(self) -> None:
         """Connect the thread with the other processes'; collective."""
         here = collectives.all_processes()
-        self._changes, self._world = here.changes, here.apart()
+        self._changes, self._world = here.hooks.changes, here.apart()
         self._every = self._most if here.size > 1 else 1
         self._asked: Future[list[bool]] | None = None
         with collectives.calling("df.preemption(marker)"):  # connects it, so that `hang_up` ends what waits
@@ -70,7 +70,7 @@ class Stop:
         try:
             stops = self._hears()
         except RunError as error:
-            if collectives.all_processes().failure_is_final:
+            if collectives.all_processes().hooks.failure_is_final:
                 raise
             _log.warning("stop(t=%d): %s; not answered until the workers have agreed on who is left", int(t), error)
             stops = False
@@ -82,8 +82,8 @@ class Stop:
     def _hears(self) -> bool:
         """Return True if a process has a signal; in a step with a check, which all have in common."""
         here = collectives.all_processes()
-        if self._changes != here.changes:
-            here.before_call("stop(t)")
+        if self._changes != here.hooks.changes:
+            here.hooks.before_call("stop(t)")
             if self._world is not here:
                 self._world.let_go()
             self._connect()

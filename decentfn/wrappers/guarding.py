@@ -11,13 +11,11 @@ from torch import Tensor
 from decentfn.comm import collectives, gossip
 from decentfn.comm.fingerprint import agree, describe
 from decentfn.core import trees
-from decentfn.core.arguments import checks_numbers
+from decentfn.core.arguments import brief, checks_numbers
 from decentfn.core.buckets import Buckets, everywhere_within_worker, is_finite, known_finite
-from decentfn.core.formatting import brief
 from decentfn.core.trees import PyTree
 from decentfn.errors import NonFinite
-from decentfn.kit.state import Guarded, Metrics, State
-from decentfn.kit.state_check import kind_of
+from decentfn.kit.state import Guarded, Metrics, State, kind_of
 from decentfn.kit.step import Algorithm, require_bare
 from decentfn.kit.worker import finite_or
 from decentfn.torch_private import functorch

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from decentfn.core import PyTree, brief, checks_numbers, require, trees
 from decentfn.core.buckets import Buckets, cast_like, copy_wide, each
-from decentfn.kit.state import Local, Metrics, State, kept, restarted
-from decentfn.kit.state_check import kind_of
+from decentfn.kit.state import Local, Metrics, State, kept, kind_of, restarted
 from decentfn.kit.step import Algorithm, require_bare
 from decentfn.train.consensus import params
 

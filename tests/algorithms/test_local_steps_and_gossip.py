@@ -172,7 +172,7 @@ def test_sparse_loco_of_the_workers_that_are_left_is_sparse_loco_of_as_many():
     many = df.sparse_loco(loss, Sgd(LR), df.topology("complete", 4), **options)
     batch, states = (torch.tensor(p.A), torch.tensor(p.b)), [start(few, p), start(few, p)]
     left = collectives.World(collectives.Channels(replace(collectives.Identity.of(0, 1), size_at_start=2)))
-    left.become(hooks=(Generation(left, Members(1, (0,), (0,)), 0, HashStore()),))
+    left.become(hooks=Generation(left, Members(1, (0,), (0,)), 0, HashStore()))
     for t in range(2 * H):
         states[0], _ = df.simulate(few.step, 2)(states[0], batch, t)
         with collectives.use(left):

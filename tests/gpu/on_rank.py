@@ -203,7 +203,7 @@ def killed(world: Any, folder: Path, hows: list[str]) -> Any:
 
 def left(world: Any, folder: Path, hows: list[str]) -> Any:
     """The last rank dies while all wait on the device; the others abort, connect anew without it, and exchange."""
-    rank, left, store, device = world.rank, world.size - 1, world.store, world.device
+    rank, left, store, device = world.rank, world.size - 1, world.channels.store, world.device
     dist.all_reduce(torch.ones(4, device=device))
     if rank == left:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -250,7 +250,7 @@ def survive(world: Any, folder: Path, hows: list[str]) -> Any:
         state, _ = step(state, survivors.gradient(seat, t).to(world.device), t)
         line = {"t": t, "x": state.params.tensors[0].tolist(), "weight": 1.0, "at": time.time()}
         line |= {
-            "generation": world.changes,
+            "generation": world.hooks.changes,
             "seats": list(survivors.members(world)[0]),
             "backend": str(dist.get_backend_config()),
         }

@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 
 import decentfn as df
 from decentfn import compressors
-from decentfn.elastic.generation import generation_of
+from decentfn.elastic.generation import Generation, generation_of
 from tests.ranks import free_port, lose_patience
 
 F64 = torch.float64
@@ -103,7 +103,11 @@ WAITED_S = 50.0
 
 def members(world):
     """Seats and places of the processes, which without `df.survive` are their ranks."""
-    return generation_of(world).members[1:] if world.hooks else (range(world.size), range(world.size))
+    return (
+        generation_of(world).members[1:]
+        if isinstance(world.hooks, Generation)
+        else (range(world.size), range(world.size))
+    )
 
 
 def evaluated(state, place):
@@ -201,7 +205,7 @@ def main(spec, rank):
                 weight=1.0 if w is None else float(w.mean()),
                 workers=world.num_workers,
                 seats=list(members(world)[0]),
-                generation=world.changes,
+                generation=world.hooks.changes,
                 places=list(members(world)[1]),
                 graphs=counters["stats"]["unique_graphs"],
                 calls=said,

@@ -103,7 +103,7 @@ def run(n, task, leaves=None, at=2, after=AFTER):
     def on_this_rank(rank):
         init, step = task.algorithm(n)
         step = df.survive(step, patience=timedelta(seconds=60))
-        newcomer = threading.Thread(target=come, args=(world().store,))
+        newcomer = threading.Thread(target=come, args=(world().channels.store,))
         if rank == 0 and leaves is None:
             newcomer.start()
         train(step, init(task.params(rank)), 0, rank)
@@ -273,7 +273,7 @@ def a_run(state):
     """The store of a run of two workers."""
     here = World(Channels(Identity.of(0, 2), None, store=HashStore()))
     open_run(here, state)
-    return here.store
+    return here.channels.store
 
 
 def test_what_cannot_join_is_refused(monkeypatch):
@@ -299,7 +299,7 @@ def test_a_newcomer_that_dies_before_it_has_the_state_is_left_out(is_admitted):
     def on_this_rank(rank):
         init, step = task.algorithm(3)
         step, state = df.survive(step), init(task.params(rank))
-        store = world().store
+        store = world().channels.store
         t = 0
         while t != end.get("t"):
             if rank == 0 and t == 2:
@@ -317,7 +317,7 @@ def test_a_newcomer_that_dies_before_it_has_the_state_is_left_out(is_admitted):
                 end.setdefault("t", t + 6)
             state, _ = step(state, task.batch(t), t)
             t += 1
-        return generation_of(world()).members.seats, world().changes, state.params.tensors[0]
+        return generation_of(world()).members.seats, world().hooks.changes, state.params.tensors[0]
 
     def die(run, seat, probed):
         if is_admitted:
@@ -349,7 +349,7 @@ def refusal(members, newcomer):
     def on_this_rank(rank):
         init, step = members(2)
         step, state, t = df.survive(step), init(start_params(rank, "gossip")), 0
-        thread = threading.Thread(target=come, args=(world().store,))
+        thread = threading.Thread(target=come, args=(world().channels.store,))
         if rank == 0:
             thread.start()
         while t != end.get("t"):
@@ -360,7 +360,7 @@ def refusal(members, newcomer):
             time.sleep(0 if refused else 0.1)
         if rank == 0:
             thread.join()
-        return world().changes
+        return world().hooks.changes
 
     assert on_ranks(2, on_this_rank) == [0, 0]
     assert len(refused) == 1

@@ -1,10 +1,8 @@
 """Collectives between workers and their processes: the world, the operators of a step, and calls outside steps."""
 
 from decentfn.comm.collectives.arrivals import Ring, addressed, offer, own_step, sum_of_mail, take
-from decentfn.comm.collectives.channels import Channels, close
+from decentfn.comm.collectives.channels import Channels, Identity, close
 from decentfn.comm.collectives.failures import is_peer_lost, outside_error
-from decentfn.comm.collectives.hooks import Hooks
-from decentfn.comm.collectives.identity import Identity
 from decentfn.comm.collectives.lookup import Row, find_rounds, look_up, on_device, refuse_size, rests
 from decentfn.comm.collectives.mailbox import MAIL_IS_ELSEWHERE, counts, open_mailbox
 from decentfn.comm.collectives.membership import (
@@ -30,5 +28,5 @@ from decentfn.comm.collectives.outside import (
     process_broadcast,
     process_mean,
 )
-from decentfn.comm.collectives.session import Board, Session
-from decentfn.comm.collectives.world import World
+from decentfn.comm.collectives.session import Session
+from decentfn.comm.collectives.world import Hooks, World

@@ -190,6 +190,6 @@ own_step = operator(
     "own_step(Tensor token, Tensor t, int workers) -> Tensor",
     _own_step_kernel,
     lambda token, t, workers: token.new_empty((workers,) if workers else (), dtype=torch.int64),
-    lambda info, in_dims, token, t, _: (own_step(token.select(in_dims[0], 0), t, info.batch_size), 0),
+    ("token",),
 )
 """Operator `(token, t, 0)` -> a worker's own step in step t, 0-d int64; `(token, t, N)`: of all, `[N]`, -1 for none."""

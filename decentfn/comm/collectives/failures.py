@@ -49,7 +49,7 @@ def lost_message_error(here: World, lost: Lost, next_step: int | None = None) ->
     if next_step is not None:
         has = "written over by the whole step" if next_step > lost.call.step else "unmodified"
         said += f" The state that was passed is intact ({has}), and t={next_step} is its next step."
-    if here.failure_is_final:
+    if here.hooks.failure_is_final:
         said += " No further step is taken: start the run again, on all processes."
     error.args = (said,)
     return error
@@ -67,7 +67,7 @@ def outside_error(here: World, call: str, error: RuntimeError, *, listens: bool)
     peer = blamed.pop() if len(blamed) == 1 and here.processes_per_worker == 1 else None
     who = "a process" if peer is None else f"process {peer}"
     if has_timed_out(error):
-        why = f"{who} exceeded the timeout of df.init ({here.timeout})"
+        why = f"{who} exceeded the timeout of df.init ({here.channels.timeout})"
     elif gave_up:
         why = f"process {gossip.identity.processes[gave_up[0]]} gave up waiting"
     else:
@@ -89,7 +89,7 @@ def outside_error(here: World, call: str, error: RuntimeError, *, listens: bool)
 
 def _heard(here: World, is_enough: Callable[[dict[int, FailureNote]], object]) -> dict[int, FailureNote]:
     """Return the others' notes; wait for them briefly, until they are enough."""
-    end = time.monotonic() + _PATIENCE_S * here.failure_is_final
+    end = time.monotonic() + _PATIENCE_S * here.hooks.failure_is_final
     while (
         not is_enough(notes := here.session.board.notes())
         and here.session.board.store is not None
@@ -99,19 +99,17 @@ def _heard(here: World, is_enough: Callable[[dict[int, FailureNote]], object]) -
     return notes
 
 
-def _dead(lost: Lost, notes: dict[int, FailureNote]) -> set[int | None]:
-    """Return the ranks with broken connections: they post no more notes, while late ones still may."""
-    broken = {note.peer for note in notes.values() if not note.timed_out}
-    return broken if has_timed_out(lost.error) else broken | {lost.peer}
-
-
 def _named(here: World, lost: Lost) -> RunError:
     call, session, others = lost.call, here.session, set(range(here.size)) - {here.rank}
 
     def at_other_steps(notes: dict[int, FailureNote]) -> list[tuple[int, int, int]]:
         return [found for note in notes.values() if (found := session.different(note)) is not None]
 
-    notes = _heard(here, lambda notes: at_other_steps(notes) or others <= notes.keys() | _dead(lost, notes))
+    def are_all(notes: dict[int, FailureNote]) -> bool:  # but for broken connections: late ranks still may post notes
+        broken = {note.peer for note in notes.values() if not note.timed_out}
+        return others <= notes.keys() | broken | ({lost.peer} if not has_timed_out(lost.error) else set())
+
+    notes = _heard(here, lambda notes: at_other_steps(notes) or are_all(notes))
     if different := at_other_steps(notes):
         return step_mismatch(here, call, *different[0])
     if isinstance(lost.error, StepMismatch):
@@ -146,7 +144,7 @@ def _blamed(here: World, lost: Lost, notes: dict[int, FailureNote]) -> tuple[int
     blamed = silent.pop() if len(silent) == 1 else lost.peer
     if has_timed_out(lost.error):
         late = "nobody" if blamed is None else _name(call, blamed)
-        return blamed, f"nothing came within the timeout of df.init ({here.timeout}); {late} is late or hangs"
+        return blamed, f"nothing came within the timeout of df.init ({here.channels.timeout}); {late} is late or hangs"
     if told is not None and told.peer is not None:
         gave_up = "gave up waiting for" if told.timed_out else "has lost"
         whom = "this one" if told.peer == here.rank else _name(call, told.peer)

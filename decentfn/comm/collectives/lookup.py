@@ -70,7 +70,7 @@ class FoundRound(NamedTuple):
     @classmethod
     def of(cls, here: World, handle: Tensor, t: Tensor) -> FoundRound:
         """Find round t of the schedule with this handle."""
-        found, rounds = cls(here.schedule(by_handle(handle)), int(t), (handle, t)), here.session.rounds
+        found, rounds = cls(here.hooks.schedule(by_handle(handle)), int(t), (handle, t)), here.session.rounds
         if len(rounds) > _ROUNDS:  # without a step that would begin with none
             rounds.clear()
         rounds[id(handle), id(t)] = found
@@ -82,7 +82,7 @@ def find_rounds(schedules: Sequence[Topology], t: Tensor, number: int) -> tuple[
     here, is_active = context.step_world or world(), False
     here.session.rounds.clear()
     for one in schedules:
-        topology = here.schedule(one)
+        topology = here.hooks.schedule(one)
         here.session.rounds[id(one.handle), id(t)] = FoundRound(topology, number, (one.handle, t))
         is_active = is_active or topology.is_active(number)
     return () if is_active else tuple(schedules)

@@ -10,14 +10,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from decentfn.comm.collectives.channels import Channels
+from decentfn.comm.collectives.channels import CPU, Channels, Identity
 from decentfn.comm.collectives.forks import wait_for_gloo, wait_for_gloo_before_forks
-from decentfn.comm.collectives.identity import Identity
 from decentfn.comm.collectives.world import World, worlds
 from decentfn.core.context import context
 from decentfn.torch_private.dynamo import constant_while_traced
-
-_CPU = torch.device("cpu")
 
 
 def _let_go_of_all() -> None:
@@ -40,7 +37,7 @@ def world() -> World:
         return given._gossip or given
     group = dist.group.WORLD  # None without one
     if not _default or _default[0].adopted is not group:
-        return adopt_default_group(device=_CPU if group is None else _device_of(group))
+        return adopt_default_group(device=CPU if group is None else _device_of(group))
     found = _default[0]
     return found._gossip or found
 
@@ -48,7 +45,7 @@ def world() -> World:
 def _device_of(group: dist.ProcessGroup) -> torch.device:
     """Return the device of the processes, if a script made the default group itself, as for DDP."""
     if "nccl" not in str(dist.get_backend_config()):
-        return _CPU
+        return CPU
     return group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
 
 
@@ -99,7 +96,7 @@ def replace_world(made: World) -> None:
     _default[:] = [made]
 
 
-def adopt_default_group(timeout: timedelta | None = None, device: torch.device = _CPU) -> World:
+def adopt_default_group(timeout: timedelta | None = None, device: torch.device = CPU) -> World:
     """Take the default group as the world, each process a worker, or this process alone; later groups use `timeout`."""
     if dist.is_initialized():
         wait_for_gloo_before_forks()

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from decentfn.comm.collectives.channels import Identity
 from decentfn.comm.collectives.failures import has_timed_out, lost_message_error, step_mismatch
-from decentfn.comm.collectives.identity import Identity
 from decentfn.comm.collectives.membership import world
 from decentfn.comm.collectives.session import TAGS, Call, Lost, Part, Session
-from decentfn.comm.collectives.world import World
+from decentfn.comm.collectives.world import NO_HOOKS, World
 from decentfn.core.context import context
 from decentfn.topologies.rounds import Peers
 
@@ -47,8 +47,8 @@ def whole_step(t: int, *, donated: bool = False) -> Iterator[World]:
         session.enter(t)
     context.step_world = here
     try:
-        for hook in here.hooks:
-            hook.before_step(t)
+        if here.hooks is not NO_HOOKS:
+            here.hooks.before_step(t)
         with record_function(f"decentfn::step {t}"):
             yield here
     except BaseException as error:
@@ -65,8 +65,8 @@ def whole_step(t: int, *, donated: bool = False) -> Iterator[World]:
         named = lost_message_error(here, session.lost, next_step=t + 1 if donated else t)
         session.cut(f"step t={t}", named)
         raise named from session.lost.error
-    for hook in here.hooks:
-        hook.after_step(t)
+    if here.hooks is not NO_HOOKS:
+        here.hooks.after_step(t)
 
 
 def cut_short(t: int, error: BaseException) -> None:
@@ -211,8 +211,8 @@ def land(here: World, call: Call) -> bool:
                 for counted in here.counters:
                     counted.add(here.identity, met, seconds_waited=now - since)
                 since = now
-    for hook in here.hooks:
-        hook.wait_on_gpu(call.works)
+    if here.hooks is not NO_HOOKS:
+        here.hooks.wait_on_gpu(call.works)
     waited = time.monotonic() - since
     for counted in here.counters:
         counted.add(here.identity, met, seconds_waited=waited)

@@ -85,20 +85,16 @@ def wait(flight: Flight, after: Sequence[Tensor] = ()) -> Tensor:
     return _wait(number, x, peers, size, good, 0, list(after))
 
 
-def after(xs: Sequence[Tensor], flights: Sequence[Tensor]) -> list[Tensor]:
-    """Return `xs`, from which compiled code computes nothing before it has posted `flights`."""
-    return _after(list(xs), list(flights)) if flights and torch.compiler.is_dynamo_compiling() else list(xs)
-
-
-_after = operator(
+after = operator(
     "after(Tensor[] xs, Tensor[] flights) -> Tensor[]",
     lambda xs, flights: list(map(torch.clone, xs)),
     lambda xs, flights: [torch.empty_like(x) for x in xs],
     lambda info, in_dims, xs, flights: (
-        (list(xs) if world().identity.size == 1 else _after(list(xs), list(flights))),
+        (list(xs) if world().identity.size == 1 else after(list(xs), list(flights))),
         list(in_dims[0]),
     ),
 )
+"""Operator `(xs, flights)` -> `xs`, from which compiled code computes nothing before it has posted the flights, one or more."""
 
 
 # -- post -----------------------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def met(
     processes = here.identity.processes if processes is None else processes
     call, of_state = context.call or (what, False)
     session = here.gossip.session
-    here.before_call(call)
+    here.hooks.before_call(call)
     text = f"{call}: {what}" + ("" if isinstance(x, int) else f" of {list(x.shape)} {x.dtype}")
     exchanges = session.calls if of_state and session.is_whole and not session.own_steps else -1
     header = json.dumps([x if isinstance(x, int) else x.nbytes, exchanges, session.at, text]).encode()
@@ -70,12 +70,18 @@ def met(
             on_gpu = isinstance(x, Tensor) and x.device.type != "cpu"
             yield (group or here.channels.group) if on_gpu else outside, [header.nbytes for header in headers]
             if on_gpu:
-                for hook in here.hooks:
-                    hook.wait_on_gpu(None)
+                here.hooks.wait_on_gpu(None)
         except RunError:
             raise
         except RuntimeError as error:
-            raise _failed(here, call, error) from error
+            session = here.gossip.session
+            was_whole = session.is_whole
+            _end(here, call, error)
+            named = outside_error(here, call, error, listens=True)
+            if was_whole and not session.is_running:
+                named.next_step = None if named.step is None else named.step + 1
+            session.cut(call, named)
+            raise named from error
         except BaseException as error:  # such as Ctrl-C: the others would pair this call with this process's next one
             _end(here, call, error)
             raise
@@ -107,17 +113,6 @@ def _require_same(here: World, processes: range, headers: list[_Header]) -> None
         raise CallMismatch(f"{said}; all processes make the same calls, in the same order.", process=me, peer=peer)
 
 
-def _failed(here: World, call: str, error: RuntimeError) -> RunError:
-    session = here.gossip.session
-    was_whole = session.is_whole
-    _end(here, call, error)
-    named = outside_error(here, call, error, listens=True)
-    if was_whole and not session.is_running:
-        named.next_step = None if named.step is None else named.step + 1
-    session.cut(call, named)
-    return named
-
-
 def _end(here: World, call: str, error: BaseException) -> None:
     """End the exchanges of this process and notify the others, which stop waiting for it."""
     session = here.gossip.session
@@ -135,7 +130,7 @@ def compare_steps() -> None:
     if here.identity.size > 1:
         with calling("a new board"):
             name = gather_objects(uuid4().hex, here)[0]
-        here.become(session=Session(here.rank, PrefixStore(f"decentfn {name}", here.store)))
+        here.become(session=Session(here.rank, PrefixStore(f"decentfn {name}", here.channels.store)))
 
 
 def process_mean(x: Tensor, among: World | None = None) -> Tensor:

@@ -1,21 +1,48 @@
-"""World: who this process is, its channels to the others, and the steps that they take together."""
+"""World: who this process is, its channels to the others, and the steps that they take together; and hooks of other rooms."""
 
 from __future__ import annotations
 
 import weakref
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import Store
 
 from decentfn.comm.collectives.channels import Channels
-from decentfn.comm.collectives.hooks import Hooks
 from decentfn.comm.collectives.session import Session
 from decentfn.topologies import Topology
+
+
+class Hooks:
+    """Calls by which another room takes part in a world's steps; `World.become` sets them."""
+
+    changes = 0  # number of times that the processes have changed
+    failure_is_final = True  # True if no step can follow one that has lost a message
+
+    def before_step(self, t: int) -> None:
+        """Take part before step `t`, when earlier steps are whole."""
+
+    def after_step(self, t: int) -> None:
+        """Take part after step `t`, when all of its messages have arrived; may raise a RunError."""
+
+    def before_call(self, call: str) -> None:
+        """Take part before a collective outside steps; may raise a RunError, so that it does not wait for others."""
+
+    def schedule(self, made: Topology) -> Topology:
+        """Return the schedule that holds now, of the form of the one that a step was made for."""
+        return made
+
+    def on_failure(self, groups: list[Any]) -> None:
+        """End what still uses these groups, whose connections this process has closed."""
+
+    def wait_on_gpu(self, works: list[Any] | None) -> None:
+        """Wait for works of a step that only the GPU waits for; None: for a collective outside steps."""
+
+
+NO_HOOKS = Hooks()
+"""Hooks of a fixed group of processes, which do nothing."""
 
 
 class World:
@@ -30,7 +57,7 @@ class World:
     def __init__(self, channels: Channels) -> None:
         self.channels, self.identity = channels, channels.identity
         self.session = Session(channels.identity.rank)
-        self.hooks: tuple[Hooks, ...] = ()  # those of other rooms; without them the processes do not change
+        self.hooks = NO_HOOKS  # another room's; without them the processes do not change
         self.agreed = set[str]()  # lines that describe the algorithms of this run, which all processes have compared
         self.mailbox: Any = None
         """Mail of steps that wait for nobody (`mailbox.Mailbox`), once the `init` of such an algorithm has opened it."""
@@ -98,16 +125,6 @@ class World:
         """Processes as a mesh, if a worker is several."""
         return self.channels.mesh
 
-    @property
-    def timeout(self) -> timedelta | None:
-        """How long a collective waits; None: as long as torch.distributed's."""
-        return self.channels.timeout
-
-    @property
-    def store(self) -> Store:
-        """Store through which the processes leave notes for one another."""
-        return self.channels.store
-
     def workers(self, local: int = 1) -> range:
         """Return the numbers of the workers in this process, if each process has `local` of them (`df.simulate`)."""
         if not isinstance(local, int) or local < 1:
@@ -130,27 +147,6 @@ class World:
         if gossip is not None:
             gossip._all_processes = self
 
-    @property
-    def changes(self) -> int:
-        """Number of times that the processes have changed."""
-        return sum(hook.changes for hook in self.hooks)
-
-    @property
-    def failure_is_final(self) -> bool:
-        """True if no step can follow one that has lost a message."""
-        return all(hook.failure_is_final for hook in self.hooks)
-
-    def schedule(self, made: Topology) -> Topology:
-        """Return the schedule that holds now in place of the one that a step was made for."""
-        for hook in self.hooks:
-            made = hook.schedule(made)
-        return made
-
-    def before_call(self, call: str) -> None:
-        """Raise a RunError if others do not make this call."""
-        for hook in self.hooks:
-            hook.before_call(call)
-
     def apart(self) -> World:
         """Return a world of the same processes with separate connections, for another thread outside steps; collective.
 
@@ -166,7 +162,7 @@ class World:
         return world
 
     def become(
-        self, *, channels: Channels | None = None, session: Session | None = None, hooks: tuple[Hooks, ...] = ()
+        self, *, channels: Channels | None = None, session: Session | None = None, hooks: Hooks | None = None
     ) -> None:
         """Replace parts: the session, or the channels with their identity."""
         self.channels = channels or self.channels
@@ -183,8 +179,7 @@ class World:
         for world in (self._all_processes, self, *(self._apart if also_apart else ())):
             if world is not None:
                 world.channels.hang_up()
-                for hook in world.hooks:
-                    hook.on_failure(world.channels.groups())
+                world.hooks.on_failure(world.channels.groups())
 
     def let_go(self) -> None:
         """Release all groups: a group's threads and connections end with the last reference to it."""

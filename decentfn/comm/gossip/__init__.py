@@ -1,6 +1,6 @@
 """Gossip with the neighbors: `post` starts the messages, `collect` waits and mixes. Plain, compressed, and push-sum."""
 
-from decentfn.comm.gossip.guarding import Noted, are_finite, beside, guarded, unless_bad
+from decentfn.comm.gossip.guarding import are_finite, beside, guarded, unless_bad
 from decentfn.comm.gossip.plain import (
     Posted,
     arrived,

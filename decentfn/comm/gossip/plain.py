@@ -15,7 +15,7 @@ from torch import Tensor
 from decentfn.comm import collectives
 from decentfn.comm.gossip import guarding
 from decentfn.core import context, rounded
-from decentfn.core.buckets import BucketPlan, Buckets, cast_like, is_finite, known_finite, where, wide
+from decentfn.core.buckets import Buckets, cast_like, is_finite, known_finite, where, wide
 from decentfn.optim.transforms import MixContext
 from decentfn.topologies import Topology
 from decentfn.torch_private import functorch
@@ -70,23 +70,17 @@ def post(
     told = sent
     for lie in context.hostile:
         told = [lie(b, row.worker, row.t) for b in told]
+
+    def flights(operator: Callable[..., collectives.Flight]) -> tuple[collectives.Flight | None, ...]:
+        pairs = zip(told, plans, strict=True)
+        return tuple([operator(b, row, good=good) if plan.is_shared else None for b, plan in pairs])
+
     if row.topology.degree or x.tensors[0].dim() == 2:
-        messages = _shared(collectives.exchange, told, plans, row, good)
+        messages = flights(collectives.exchange)
     if row.topology.has_groups:
-        means = _shared(collectives.group_mean, told, plans, row, good)
+        means = flights(collectives.group_mean)
     flags = None if good is None else guarding.post_flags(good, row)
     return Posted(x, sent, messages, means, row, {}, flags)
-
-
-def _shared(
-    operator: Callable[..., collectives.Flight],
-    told: Sequence[Tensor],
-    plans: Sequence[BucketPlan],
-    row: collectives.Row,
-    good: Tensor | None,
-) -> tuple[collectives.Flight | None, ...]:
-    pairs = zip(told, plans, strict=True)
-    return tuple([operator(b, row, good=good) if plan.is_shared else None for b, plan in pairs])
 
 
 def is_active(topology: Topology, t: Tensor, like: Buckets) -> Tensor:

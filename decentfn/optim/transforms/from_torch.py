@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from decentfn.core import trees
-from decentfn.core.arguments import require
+from decentfn.core.arguments import brief, brief_error, require
 from decentfn.core.buckets import Buckets, Plan, each, loose, wide
 from decentfn.core.context import context
-from decentfn.core.formatting import brief, brief_error
 from decentfn.core.handles import by_handle, handle_of
 from decentfn.core.scalars import operator
 from decentfn.core.trees import PyTree

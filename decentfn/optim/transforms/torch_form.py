@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from decentfn.core import trees
-from decentfn.core.arguments import require
+from decentfn.core.arguments import brief, brief_error, require
 from decentfn.core.buckets import Buckets, Plan, write_over
-from decentfn.core.formatting import brief, brief_error
 from decentfn.optim.transforms.basic import RateState, new_count
 
 Named = list[tuple[str, Tensor]]

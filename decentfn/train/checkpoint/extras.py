@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decentfn.core.formatting import brief
+from decentfn.core.arguments import brief
 from decentfn.train.checkpoint.layout import DTYPES
 
 EXTRA = "extra/"

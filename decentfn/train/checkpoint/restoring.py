@@ -17,8 +17,8 @@ from torch import Tensor
 from decentfn.algorithms.mail import with_room
 from decentfn.comm import collectives
 from decentfn.core import trees
+from decentfn.core.arguments import brief
 from decentfn.core.buckets import Buckets, Place
-from decentfn.core.formatting import brief
 from decentfn.core.stacking import over_workers
 from decentfn.errors import CheckpointCorrupt
 from decentfn.optim.transforms.basic import rates

@@ -23,7 +23,7 @@ from decentfn.core import at_least, brief, require, trees, warn
 from decentfn.core.buckets import Place
 from decentfn.elastic.generation import awaited_run
 from decentfn.errors import RunError
-from decentfn.kit.state_check import is_state
+from decentfn.kit.state import is_state
 from decentfn.train.checkpoint import extras, files, layout, manifest
 from decentfn.train.collective_calls import make_directory, on_all, on_first, one_path
 from decentfn.train.own_steps import memory_of
@@ -107,7 +107,7 @@ class Saver:
     def _connect(self) -> None:
         """Connect the thread with the other processes' and lock the directory. Collective, but not before a process has joined."""
         here = collectives.all_processes()
-        self._changes, self._world = here.changes, here.apart()
+        self._changes, self._world = here.hooks.changes, here.apart()
         if awaited_run(here) is None:
             with collectives.use(self._world):  # connects it, so that `hang_up` ends what waits
                 self._found = on_first("Saver", self._claim)
@@ -116,7 +116,7 @@ class Saver:
 
     def _follow(self) -> None:
         """Reconnect after a loss or a join (`df.survive`); a checkpoint of earlier workers is done by then, or will not be."""
-        if self._changes != collectives.all_processes().changes:
+        if self._changes != collectives.all_processes().hooks.changes:
             with contextlib.suppress(Exception):  # the log has it
                 self.wait()
             on_all("Saver.save", lambda: None)
