@@ -13,5 +13,4 @@ from decentfn.sharded.modules import (
     sharded,
     unsharded,
 )
-from decentfn.sharded.sums import make_tp_groups
-from decentfn.sharded.workers import split_workers
+from decentfn.sharded.workers import make_tp_groups, split_workers
