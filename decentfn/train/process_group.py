@@ -239,7 +239,7 @@ def _start(backend: str | None, gpus: int, timeout: timedelta) -> None:
         "local rank": os.environ.get("LOCAL_RANK", "(not set)"),
         "gpus": gpus,
         "gpu": _gpu(index) if index < gpus else None,
-        "interface": unknown_interface("GLOO_SOCKET_IFNAME"),
+        "interface": unknown_interface(),
     }
     # Compare over ranks first: only some machines may have enough GPUs.
     everyone = _gathered(PrefixStore("machines", store), rank, size, own)
