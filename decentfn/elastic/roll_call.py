@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from decentfn.elastic.liveness import Liveness
+from decentfn.elastic.connections import Liveness
 
 POLL_S = 0.01
 

@@ -23,7 +23,7 @@ from decentfn.elastic.connections import default_group, reported_as
 from decentfn.elastic.joining import versions, wait_for_run
 from decentfn.engine.memory import keep_freed_memory
 from decentfn.errors import ExchangeTimeout, PlanMismatch
-from decentfn.train.exit_hooks import end_with_agent, report_root_cause
+from decentfn.train.signals import end_with_agent, report_root_cause
 from decentfn.train.store import answered, fresh_part, store_of_environment, store_of_run, unknown_interface
 
 _log = logging.getLogger("decentfn")
