@@ -22,7 +22,7 @@ from decentfn.core.formatting import brief
 from decentfn.core.stacking import over_workers
 from decentfn.errors import CheckpointCorrupt
 from decentfn.optim.transforms.basic import rates
-from decentfn.train.checkpoint import extras, files, layout, manifest
+from decentfn.train.checkpoint import extras, files, layout
 from decentfn.train.collective_calls import on_all, on_first, one_path
 from decentfn.train.consensus import is_stacked
 from decentfn.train.own_steps import memory_of, with_room_of
@@ -93,10 +93,10 @@ def restore(source: str | Path, state: Any) -> Restored:
 
 
 def _newest(source: Path, skipped: list[str]) -> str | None:
-    if manifest.is_checkpoint(source):
+    if files.is_checkpoint(source):
         return str(source)
     for _ in range(2):  # a list of files that change meanwhile may have neither an old one nor the new one
-        for path in reversed(manifest.checkpoints(source)):
+        for path in reversed(files.checkpoints(source)):
             if str(path) not in skipped:
                 return str(path)
     return None
@@ -161,7 +161,7 @@ def _on_topology(state: Any, about: dict[str, Any], path: Path) -> Any:
 
 def _verify_share(path: Path, template: Any) -> None:
     """Where all processes read all files, for another number of workers, verify this one's share of them."""
-    about, here = manifest.read(path), collectives.all_processes()
+    about, here = files.read_manifest(path), collectives.all_processes()
     if about["num_workers"] != here.num_workers * layout.local_workers(template):
         for entry in about["processes"][here.rank :: here.size]:
             _verify(path, entry)
@@ -173,16 +173,16 @@ def _verify(path: Path, process: dict[str, Any], into: Iterable[tuple[int, memor
     try:
         size, digest = files.digest_of(file, into)
     except OSError as error:
-        raise manifest.corrupt(file, f"cannot be read ({error})") from error
+        raise files.corrupt(file, f"cannot be read ({error})") from error
     if size != process["bytes"]:
-        raise manifest.corrupt(file, f"it has {size} bytes where the manifest says {process['bytes']}")
+        raise files.corrupt(file, f"it has {size} bytes where the manifest says {process['bytes']}")
     if digest != process["sha256"]:
-        raise manifest.corrupt(file, "its content does not have the digest that the manifest names")
+        raise files.corrupt(file, "its content does not have the digest that the manifest names")
 
 
 def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor], int]:
     """Return what the checkpoint holds for this process, the generators' states and the number of workers that saved it."""
-    about = manifest.read(path)
+    about = files.read_manifest(path)
     theirs, mine = about["algorithm"], layout.algorithm_of(template)
     if None not in (theirs, mine) and _MEMORY_OF.get(theirs, theirs) != mine:
         raise ValueError(
@@ -364,7 +364,7 @@ class _Saved(NamedTuple):
         for name, (values, _) in wanted.items():
             held = int(filled[name].sum()) if name in filled else 0
             if held < values.numel():
-                raise manifest.corrupt(self.path, f"of leaf {name!r} it holds {held} of {values.numel()} values")
+                raise files.corrupt(self.path, f"of leaf {name!r} it holds {held} of {values.numel()} values")
 
     def rows(self, one: Any, leaves: Sequence[layout.Leaf]) -> Any:
         """Replace each tensor of one worker's state by an iterable of all workers' values, read on demand."""
