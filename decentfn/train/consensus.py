@@ -5,7 +5,7 @@ They accept the state of one worker (collective under a process group) or a stac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -68,15 +68,20 @@ def with_params(state: Any, params: PyTree) -> Any:
         if is_stacked(state):
             require_equal_rows("with_params(state, params)", {"params": new.shared()})
     new = to_evaluate(state._replace(params=new), back=True)
-
-    def restart(state: State, x: Buckets) -> State:
-        return state._replace(params=x, memory=restarted(state.memory, x))
-
-    # Leaves that do not depend on the worker come back expanded.
-    changed = over_workers(restart, new[0].shape[0], state, new) if is_stacked(state) else restart(state, new)
-    changed = trees.map(lambda leaf: leaf.clone(memory_format=torch.contiguous_format), changed)
+    changed = with_memory(restarted, state, new)
     changed.params.taken_at = x.taken_at  # the run goes on
     return changed
+
+
+def with_memory(restart: Callable[[Any, Buckets], Any], state: Any, x: Buckets) -> Any:
+    """Return a copy of the state with the parameters `x` and the memory `restart(memory, x)`, of each worker here."""
+
+    def one(state: State, x: Buckets) -> State:
+        return state._replace(params=x, memory=restart(state.memory, x))
+
+    # Leaves that do not depend on the worker come back expanded.
+    new = over_workers(one, x[0].shape[0], state, x) if is_stacked(state) else one(state, x)
+    return trees.map(lambda leaf: leaf.clone(memory_format=torch.contiguous_format), new)
 
 
 def to_evaluate(state: Any, *, back: bool = False) -> Buckets:

@@ -259,10 +259,8 @@ def _size(call: str, samples: _Count | None, batch: Any) -> int:
     leaves = batch if is_flat else trees.leaves(trees.plain(batch))
     sizes = {x.size(0) for x in leaves if isinstance(x, torch.Tensor) and x.dim()}
     if len(sizes) != 1:
-        named = [
-            (name, x) for name, x in trees.named_leaves(trees.plain(batch)) if isinstance(x, torch.Tensor) and x.dim()
-        ]
-        shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in named)
+        named = trees.named_leaves(trees.plain(batch))
+        shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in named if isinstance(x, torch.Tensor) and x.dim())
         raise ValueError(
             f"{call}(batches): the samples of {brief(batch)} cannot be counted by the first axis of its tensors "
             f"({shapes}); count them, samples=lambda batch: len(...), or remove tensors without an axis of samples "

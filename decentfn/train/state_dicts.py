@@ -48,20 +48,15 @@ def state_dict(module: nn.Module, state: State, *, consensus: bool = False) -> d
     own = (consensus_mean(state), consensus_buffers(state)) if consensus else (params(state), buffers(state))
     tensors = _named("state_dict(module, state)", module, *own)
     if sharded.is_sharded(module):
-        return _gathered(module, tensors)
+        sharded.own_shards(module)
+        parameters = dict(module.named_parameters())
+        unsharded = sharded.unsharded((p, tensors[name]) for name, p in parameters.items())
+        if collectives.all_processes().process:
+            return {}
+        return _with_values(module, tensors, dict(zip(parameters, unsharded, strict=True)))
     with lock_of_module(module), weights(entries_of(module), _without_criterion(module, tensors)):
         named = module.state_dict()
     return {name: x.detach().clone() if isinstance(x, torch.Tensor) else x for name, x in named.items()}
-
-
-def _gathered(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Gather the state dict of a sharded module on process 0 of the worker; the others get {}. Collective."""
-    sharded.own_shards(module)
-    parameters = dict(module.named_parameters())
-    unsharded = sharded.unsharded((p, tensors[name]) for name, p in parameters.items())
-    if collectives.all_processes().process:
-        return {}
-    return _with_values(module, tensors, dict(zip(parameters, unsharded, strict=True)))
 
 
 def state_dict_in_place(module: nn.Module, state: State) -> dict[str, Any]:

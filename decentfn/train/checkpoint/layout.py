@@ -60,12 +60,17 @@ def local_workers(state: Any) -> int:
     return state.params[0].shape[0] if is_stacked(state) else 1
 
 
+def own_memory(state: Any) -> Any:
+    """Return the memory of the state's algorithm, within those of wrappers."""
+    memory = state.memory
+    while hasattr(memory, "inner"):
+        memory = memory.inner
+    return memory
+
+
 def algorithm_of(state: Any) -> str | None:
     """Return the algorithm of this library that owns the state's memory; None if there is none."""
-    memory = state.memory
-    while hasattr(memory, "inner"):  # a wrapper's
-        memory = memory.inner
-    package, _, name = type(memory).__module__.rpartition(".")
+    package, _, name = type(own_memory(state)).__module__.rpartition(".")
     return name if package == "decentfn.algorithms" else None
 
 

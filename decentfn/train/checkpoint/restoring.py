@@ -19,12 +19,11 @@ from decentfn.comm import collectives
 from decentfn.core import trees
 from decentfn.core.buckets import Buckets, Place
 from decentfn.core.formatting import brief
-from decentfn.core.stacking import over_workers
 from decentfn.errors import CheckpointCorrupt
 from decentfn.optim.transforms.basic import rates
 from decentfn.train.checkpoint import extras, files, layout
 from decentfn.train.collective_calls import on_all, on_first, one_path
-from decentfn.train.consensus import is_stacked
+from decentfn.train.consensus import is_stacked, with_memory
 from decentfn.train.own_steps import memory_of, with_room_of
 from decentfn.train.resizing import resized, stacked
 
@@ -139,24 +138,20 @@ def _tell_rate(template: Any, restored: Any) -> None:
 
 def _on_topology(state: Any, about: dict[str, Any], path: Path) -> Any:
     """Compare the topology that a state of as many workers was saved on; restart memory that belongs to another one."""
-    mine, theirs, memory = state.params.plan.topology, about.get("topology"), state.memory
+    mine, theirs = state.params.plan.topology, about.get("topology")
     if None in (mine, theirs) or mine == theirs:
         return state
-    while hasattr(memory, "inner"):  # a wrapper's
-        memory = memory.inner
-    restarts = getattr(memory, "of_topology", False)
+    restarts = getattr(layout.own_memory(state), "of_topology", False)
     if collectives.all_processes().rank == 0:
         what = "the memory belongs to that one and starts again" if restarts else "parameters and memory continue"
         _log.warning("restore: %s was saved on topology %s, and the state is on %s: %s", path, theirs, mine, what)
     if not restarts:
         return state
 
-    def restart(x: Buckets, memory: Any) -> Any:
-        return memory._replace(inner=restart(x, memory.inner)) if hasattr(memory, "inner") else memory.restart(x)
+    def restart(memory: Any, x: Buckets) -> Any:
+        return memory._replace(inner=restart(memory.inner, x)) if hasattr(memory, "inner") else memory.restart(x)
 
-    x, args = state.params, (state.params, state.memory)
-    new = over_workers(restart, len(x[0]), *args) if is_stacked(state) else restart(*args)
-    return state._replace(memory=trees.map(lambda leaf: leaf.clone(memory_format=torch.contiguous_format), new))
+    return with_memory(restart, state, state.params)
 
 
 def _verify_share(path: Path, template: Any) -> None:
