@@ -19,7 +19,6 @@ from decentfn.comm.fingerprint import digest
 from decentfn.core import brief, require, trees
 from decentfn.core.buckets import Buckets, Place, Plan
 from decentfn.train.consensus import is_stacked
-from decentfn.train.state_dicts import without_compiled
 
 DTYPES = {
     torch.complex64: "C64",
@@ -53,6 +52,11 @@ class Leaf(NamedTuple):
     values: Tensor
     is_by_bucket: bool  # one value per bucket, not per parameter
     shard: Place | None  # place in the worker's tensor; None: unsharded, or the process's own
+
+
+def without_compiled(name: str) -> str:
+    """Return a name without the part that `torch.compile(module)` puts before those of the module."""
+    return name.replace("_orig_mod.", "")
 
 
 def local_workers(state: Any) -> int:
