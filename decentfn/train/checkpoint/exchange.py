@@ -21,6 +21,7 @@ from decentfn.core import brief, checks_numbers, require, trees
 from decentfn.errors import CheckpointCorrupt
 from decentfn.gradient.parameter_swap import entries_of, lock_of_module, weights
 from decentfn.kit.state import State
+from decentfn.train.changes import with_params
 from decentfn.train.checkpoint import files, layout
 from decentfn.train.collective_calls import as_path, on_all, on_first
 from decentfn.train.consensus import (
@@ -30,7 +31,6 @@ from decentfn.train.consensus import (
     is_stacked,
     params,
     require_sharded_alike,
-    with_params,
 )
 
 _log = logging.getLogger("decentfn")
@@ -182,9 +182,6 @@ def _require_fit(module: nn.Module, own: Mapping[str, Any], given: Mapping[str, 
 def _without_criterion(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     own = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
     return {name: x for name, x in tensors.items() if name in own or not name.startswith("criterion.")}
-
-
-# -- files ------------------------------------------------------------------------------------------------------------
 
 
 @collectives.calling("df.checkpoint.export(path, module, state)", of_state=True)

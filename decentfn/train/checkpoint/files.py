@@ -123,9 +123,6 @@ def is_from_torch_save(path: Path) -> bool:
     return start in (b"PK", b"\x80\x02")
 
 
-# -- manifests, and the list of checkpoints ---------------------------------------------------------------------------
-
-
 def is_checkpoint(path: Path) -> bool:
     """Return True for the directory of one checkpoint, by its name, or by a manifest and no checkpoints inside."""
     return _NAME.fullmatch(path.name) is not None or ((path / MANIFEST).exists() and not checkpoints(path))

@@ -21,11 +21,11 @@ from decentfn.core.buckets import Buckets, Place
 from decentfn.core.formatting import brief
 from decentfn.errors import CheckpointCorrupt
 from decentfn.optim.transforms.basic import rates
+from decentfn.train.changes import resized, stacked, with_memory
 from decentfn.train.checkpoint import extras, files, layout
 from decentfn.train.collective_calls import on_all, on_first, one_path
-from decentfn.train.consensus import is_stacked, with_memory
+from decentfn.train.consensus import is_stacked
 from decentfn.train.own_steps import memory_of, with_room_of
-from decentfn.train.resizing import resized, stacked
 
 _log = logging.getLogger("decentfn")
 _MEMORY_OF = {"sparse_loco": "diloco"}
