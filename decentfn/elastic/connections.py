@@ -76,8 +76,13 @@ def require_recoverable(call: str) -> None:
         )
 
 
-def meet(store: Store, rank: int, size: int, within: timedelta, require_present: Callable[[], None]) -> None:
-    """Wait until all processes have come; raise RuntimeError if one is lost, or does not come within this time."""
+def connected(
+    store: Store, rank: int, size: int, timeout: timedelta, within: timedelta, require_present: Callable[[], None]
+) -> dist.ProcessGroup:
+    """Connect processes over gloo; raise RuntimeError if one is lost, or does not come within this time.
+
+    The group's timeout applies to sums; a message has that of its wait.
+    """
     end = time.monotonic() + within.total_seconds()
     store.set(f"came {rank}", "")
     while not store.check([f"came {other}" for other in range(size)]):
@@ -85,10 +90,6 @@ def meet(store: Store, rank: int, size: int, within: timedelta, require_present:
         if time.monotonic() > end:
             raise RuntimeError(f"timed out after {within}: another process did not come to connect")
         time.sleep(_POLL_S)
-
-
-def connected(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """Connect processes that have met, over gloo. The group's timeout applies to sums; a message has that of its wait."""
     group = dist.ProcessGroupGloo(store, rank, size, min(timeout, _CONNECTING))
     group.set_timeout(timeout)
     return cast(dist.ProcessGroup, group)

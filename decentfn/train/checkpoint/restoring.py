@@ -234,7 +234,8 @@ def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor], int]:
             state = resized(one, saved.rows(state, leaves), first)
         state = with_room_of(f"restore({path})", state, rooms)
         drawing = parts[0].generators(template.params[0].device)
-        return Restored(state, about["step"], parts[0].extra(), about["config"]), drawing, about["num_workers"]
+        extra = extras.unpacked(parts[0].process["extra"], parts[0].open.get_tensor)
+        return Restored(state, about["step"], extra, about["config"]), drawing, about["num_workers"]
     except Exception:
         for entry in entries if as_many else ():
             _verify(path, entry)  # a damaged file is the cause of any error
@@ -264,28 +265,20 @@ class _Part:
 
     def __init__(self, path: Path, process: dict[str, Any]) -> None:
         self._file, self.process = path / process["file"], process
-        self._open = safe_open(self._file, framework="pt")
-        self.places, self.frozen = layout.places_in(self._open.metadata()), process["frozen"]
+        self.open = safe_open(self._file, framework="pt")
+        self.places, self.frozen = layout.places_in(self.open.metadata()), process["frozen"]
 
     def generators(self, device: torch.device) -> dict[str, Tensor]:
         """Return the states of this process's generators that are of use here."""
         known = {f"{extras.GENERATOR}{name}": name for name in ("cpu", "python", "numpy", device.type)}
-        return {known[name]: self._open.get_tensor(name) for name in known.keys() & set(self._open.keys())}
-
-    def extra(self) -> Any:
-        """Return the process's own `extra`."""
-        return extras.unpacked(self.process["extra"], self._open.get_tensor)
-
-    def kind(self, name: str) -> tuple[str, list[int]]:
-        """Return the leaf's dtype, by its safetensors name, and its shape over all workers."""
-        return self._open.get_slice(name).get_dtype(), list(self.places[name].shape)
+        return {known[name]: self.open.get_tensor(name) for name in known.keys() & set(self.open.keys())}
 
     def copy(self, name: str, wanted: Wanted, filled: dict[str, Tensor], values: Any = None) -> None:
         """Copy this file's share of the wanted part, and mark it, or remove a leaf that is complete from what is wanted."""
         into, (_, offset) = wanted[name]
         source, target = [], []
         for mine, theirs, count, wide in zip(
-            self.places[name].offset, offset, self._open.get_slice(name).get_shape(), into.shape, strict=True
+            self.places[name].offset, offset, self.open.get_slice(name).get_shape(), into.shape, strict=True
         ):
             start, stop = max(mine, theirs), min(mine + count, theirs + wide)
             source.append(slice(start - mine, stop - mine))
@@ -294,7 +287,7 @@ class _Part:
             return
         part = into[tuple(target)]
         if values is not into:
-            part.copy_((self._open.get_slice(name) if values is None else values)[tuple(source)])
+            part.copy_((self.open.get_slice(name) if values is None else values)[tuple(source)])
         if part.shape == into.shape:
             del wanted[name]
         else:
@@ -342,7 +335,8 @@ class _Saved(NamedTuple):
             wanted.pop(name)[0].copy_(self.given[name])
         for name, (values, there) in wanted.items():
             mine = layout.DTYPES[values.dtype], list(there.shape)
-            for theirs in [part.kind(name) for part in self.parts if name in part.places]:
+            for part in [part for part in self.parts if name in part.places]:
+                theirs = part.open.get_slice(name).get_dtype(), list(part.places[name].shape)
                 if theirs != mine:
                     raise ValueError(
                         f"restore: leaf {name!r} is {theirs[0]} {theirs[1]} in {self.path} (workers first) and "

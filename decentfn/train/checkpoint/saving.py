@@ -67,7 +67,7 @@ def save(
         return _write(saver.directory, saver._content(state, step, extra, score), None)
 
 
-class Saver:
+class Saver(contextlib.AbstractContextManager["Saver", None]):
     """Background writer of a run's checkpoints. A context manager; collective.
 
     `save` copies the state and returns; a thread writes the copy. All processes share the directory, which this run
@@ -164,9 +164,6 @@ class Saver:
             self._thread.shutdown()
             self._let_go()
             self._lock.release()
-
-    def __enter__(self) -> Saver:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         try:
