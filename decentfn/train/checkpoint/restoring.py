@@ -18,11 +18,12 @@ from decentfn.algorithms.mail import with_room
 from decentfn.comm import collectives
 from decentfn.core import trees
 from decentfn.core.buckets import Buckets, Place
+from decentfn.core.draws import set_generator_states
 from decentfn.core.formatting import brief
 from decentfn.errors import CheckpointCorrupt
 from decentfn.optim.transforms.basic import rates
 from decentfn.train.changes import resized, stacked, with_memory
-from decentfn.train.checkpoint import extras, files, layout
+from decentfn.train.checkpoint import files, layout
 from decentfn.train.collective_calls import on_all, on_first, one_path
 from decentfn.train.consensus import is_stacked
 from decentfn.train.own_steps import memory_of, with_room_of
@@ -83,7 +84,7 @@ def restore(source: str | Path, state: Any) -> Restored:
             restored.state.params.taken_at = restored.step - 1
         _tell(found, state, saved_workers, skipped)
         _tell_rate(state, restored.state)
-        extras.set_generators(drawing, state.params[0].device)
+        set_generator_states(drawing, state.params[0].device)
         return restored
     if not skipped:
         raise FileNotFoundError(f"restore({str(source)!r}, state): there is no checkpoint; start with init(params).")
@@ -234,7 +235,7 @@ def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor], int]:
             state = resized(one, saved.rows(state, leaves), first)
         state = with_room_of(f"restore({path})", state, rooms)
         drawing = parts[0].generators(template.params[0].device)
-        extra = extras.unpacked(parts[0].process["extra"], parts[0].open.get_tensor)
+        extra = layout.unpacked(parts[0].process["extra"], parts[0].open.get_tensor)
         return Restored(state, about["step"], extra, about["config"]), drawing, about["num_workers"]
     except Exception:
         for entry in entries if as_many else ():
@@ -270,7 +271,7 @@ class _Part:
 
     def generators(self, device: torch.device) -> dict[str, Tensor]:
         """Return the states of this process's generators that are of use here."""
-        known = {f"{extras.GENERATOR}{name}": name for name in ("cpu", "python", "numpy", device.type)}
+        known = {f"{layout.GENERATOR}{name}": name for name in ("cpu", "python", "numpy", device.type)}
         return {known[name]: self.open.get_tensor(name) for name in known.keys() & set(self.open.keys())}
 
     def copy(self, name: str, wanted: Wanted, filled: dict[str, Tensor], values: Any = None) -> None:

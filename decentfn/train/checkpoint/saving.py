@@ -21,10 +21,11 @@ import decentfn
 from decentfn.comm import collectives
 from decentfn.core import at_least, brief, require, trees, warn
 from decentfn.core.buckets import Place
+from decentfn.core.draws import generator_states
 from decentfn.elastic.generation import awaited_run
 from decentfn.errors import RunError
 from decentfn.kit.state_check import is_state
-from decentfn.train.checkpoint import extras, files, layout
+from decentfn.train.checkpoint import files, layout
 from decentfn.train.collective_calls import make_directory, on_all, on_first, one_path
 from decentfn.train.own_steps import memory_of
 
@@ -239,7 +240,7 @@ class Saver(contextlib.AbstractContextManager["Saver", None]):
         leaves = [leaf for leaf in leaves if leaf.name not in left_out]
         tensors = {leaf.name: leaf.values for leaf in leaves}
         places = {leaf.name: layout.place(leaf, first, num_workers) for leaf in leaves}
-        loose = {f"{extras.GENERATOR}{name}": x for name, x in extras.generators(state.params[0].device).items()}
+        loose = {f"{layout.GENERATOR}{name}": x for name, x in generator_states(state.params[0].device).items()}
         about = {
             "step": step,
             "num_workers": num_workers,
@@ -252,7 +253,7 @@ class Saver(contextlib.AbstractContextManager["Saver", None]):
         }
         process = {
             "step": step,
-            "extra": extras.packed(extra, loose),
+            "extra": layout.packed(extra, loose),
             "workers": (first, first + local),
             "buckets": about["buckets"],
         }
