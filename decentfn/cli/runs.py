@@ -40,11 +40,14 @@ def topology(
         json: print JSON.
         plot: draw the graphs into this file.
     """
-    made = _made(name, num_workers, local_world_size)
+    options: dict[str, Any] = {} if local_world_size is None else {"local_world_size": local_world_size}
+    try:
+        made = by_name(name, num_workers, **options)
+    except TypeError as error:  # an option that it does not have, or one that is missing
+        raise ValueError(str(error)) from None
     facts = _facts(made)
     if matrices:
-        rounds = made.cycle or range(1)
-        facts |= {f"W({t})": mixing_matrix(made, t).tolist() for t in rounds}
+        facts |= {f"W({t})": mixing_matrix(made, t).tolist() for t in made.cycle or range(1)}
     show_facts(facts, as_json=json)
     if plot is not None:
         plots.topology(made).savefig(plot, dpi=150)
@@ -62,14 +65,6 @@ def topologies(num_workers: Workers, *, local_world_size: int | None = None, jso
     require(len(found) > 0, "topologies", f"none has so many; 1 to {MOST_WORKERS}.", num_workers=num_workers)
     rows = [_facts(made) | {"name": name} for name, made in found.items()]
     show(rows, as_json=json)
-
-
-def _made(name: str, num_workers: int, local_world_size: int | None) -> Topology:
-    options: dict[str, Any] = {} if local_world_size is None else {"local_world_size": local_world_size}
-    try:
-        return by_name(name, num_workers, **options)
-    except TypeError as error:  # an option that it does not have, or one that is missing
-        raise ValueError(str(error)) from None
 
 
 def _facts(made: Topology) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from decentfn.core.formatting import brief
 from decentfn.core.trees import PyTree
 from decentfn.errors import PeerLost, RunError
 from decentfn.gradient.evaluation import swapping
-from decentfn.gradient.loss import WrappedLoss, is_pair, takes
+from decentfn.gradient.loss import is_pair, takes, unwrapped
 from decentfn.gradient.module import ModuleLoss, ShardedLoss
 from decentfn.train.collective_calls import on_all
 from decentfn.train.consensus import consensus_buffers, consensus_mean, is_stacked, require_sharded_alike, to_evaluate
@@ -107,8 +107,7 @@ def _of_workers(
         raise ValueError(
             f"{call}(batches): found a tensor of shape {[*batches.shape]}; pass a list of batches: [batch]."
         )
-    while isinstance(metric, WrappedLoss):
-        metric = metric.loss_fn
+    metric, _ = unwrapped(metric)
     require_sharded_alike(f"{call}(metric={brief(metric)})", plan, is_sharded=isinstance(metric, ShardedLoss))
     # Sum in one order, for the same result on every rank.
     told = on_all(call, _sums, call, metric, replicas, batches, samples, plan.is_sharded)
