@@ -61,6 +61,8 @@ from decentfn.planning import plan
 from decentfn.timing import clock
 from decentfn.topologies import Topology, mixing_matrix, register_topology, topology
 from decentfn.train import checkpoint, data, init, logs, preemption, profiling
+from decentfn.train.changes import learning_rate, resize, set_learning_rate, with_params
+from decentfn.train.checkpoint.exchange import load_state_dict, state_dict
 from decentfn.train.consensus import (
     buffers,
     check_replicas,
@@ -72,13 +74,9 @@ from decentfn.train.consensus import (
     gather,
     mean,
     params,
-    with_params,
 )
 from decentfn.train.evaluation import evaluate, evaluate_replicas
-from decentfn.train.learning_rate import learning_rate, set_learning_rate
 from decentfn.train.own_steps import settle, trace
-from decentfn.train.resizing import resize
-from decentfn.train.state_dicts import load_state_dict, state_dict
 from decentfn.wrappers import average_buffers, ema, ema_params, ema_state, guard, mix_state
 
 __version__ = "0.2.0.dev0"

@@ -233,7 +233,7 @@ def joining() -> None:
 
     def on_a_member(rank: int) -> None:
         state, step = made()
-        newcomer = threading.Thread(target=come, args=(world().store,))
+        newcomer = threading.Thread(target=come, args=(world().channels.store,))
         if rank == 0:
             newcomer.start()
         train(step, state, 0)

@@ -9,7 +9,7 @@ import torch
 
 import decentfn as df
 from decentfn.core import trees
-from decentfn.train.resizing import mean as df_mean
+from decentfn.train.changes import mean as df_mean
 from tests.allocations import calls_of, elements_of, peak_of
 
 COPIES = "aten::copy_", "aten::cat"

@@ -105,7 +105,7 @@ PRIVATE = {
     "gradient/parameter_swap.py": {"_parameters"},
     "gradient/module.py": {"_backward_hooks", "_parameters", "_post_accumulate_grad_hooks"},
     "optim/transforms/torch_form.py": {"_allgather_base_", "_reduce_scatter_base_", "_version"},
-    "sharded/modules.py": {"_orig_mod"},
+    "sharded.py": {"_orig_mod"},
     "core/trees.py": {"__GLOBAL_NAMESPACE"},
     "core/draws.py": {"_rand"},  # NumPy's, and its `_bit_generator`: without them a seeded batch raises AttributeError
 }

@@ -19,9 +19,7 @@ except ModuleNotFoundError as error:
 from decentfn.cli.doctor import doctor
 from decentfn.cli.lab import lab
 from decentfn.cli.links import links
-from decentfn.cli.planning import plan
-from decentfn.cli.report import report
-from decentfn.cli.topologies import topologies, topology
+from decentfn.cli.runs import plan, report, topologies, topology
 
 
 def run(arguments: Sequence[str]) -> None:

@@ -8,13 +8,20 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch.cuda import nccl
 
+from decentfn.algorithms.adapt_while_communicate import adapt_while_communicate
 from decentfn.cli.tables import show
+from decentfn.engine.compilation import compile
+from decentfn.optim.transforms import sgd
+from decentfn.topologies import topology
+from decentfn.train.consensus import consensus_mean
+from decentfn.train.process_group import init
 from decentfn.train.store import unknown_interface
 
 _PATIENCE_S = 180
@@ -55,7 +62,7 @@ def _devices() -> _Check:
 def _network() -> Iterator[_Check]:
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if os.environ.get(variable):
-            fault = unknown_interface(variable) if variable == "GLOO_SOCKET_IFNAME" else None
+            fault = unknown_interface() if variable == "GLOO_SOCKET_IFNAME" else None
             yield _Check(variable, os.environ[variable], fault)
     yield _Check("interfaces", ", ".join(name for _, name in socket.if_nameindex()))
     yield _host_name()
@@ -88,7 +95,11 @@ def _two_ranks() -> _Check:
     options: dict[str, Any] = {"capture_output": True, "text": True, "check": False, "env": environment}
     print("training on two ranks: up to a minute, for the compiler ...", file=sys.stderr, flush=True)
     try:
-        done = subprocess.run([*command, "-m", "decentfn.cli.two_ranks"], timeout=_PATIENCE_S, **options)
+        done = subprocess.run(
+            [*command, "--no-python", sys.executable, "-c", f"from {__name__} import train; train()"],
+            timeout=_PATIENCE_S,
+            **options,
+        )
     except subprocess.TimeoutExpired:
         return _Check("two ranks", "no answer", f"they hung for {_PATIENCE_S} s; see the network checks above")
     if done.returncode:
@@ -97,3 +108,19 @@ def _two_ranks() -> _Check:
         )
         return _Check("two ranks", "failed", f"they said: {lines[0].strip()[:200]}")
     return _Check("two ranks", done.stdout.strip())
+
+
+def train() -> None:
+    """Train a step over gloo, eager and compiled, on each of the two ranks that the doctor starts."""
+    world = init(backend="gloo")
+    start, step = adapt_while_communicate(lambda x, batch: (x * batch).sum(), sgd(1.0), topology("base", world.size))
+    seconds = {}
+    for name, run in {"eager": step, "compiled": compile(step)}.items():
+        since, state = time.perf_counter(), start(torch.full((1000,), float(world.rank)))
+        state, _ = run(state, torch.ones(1000), 0)
+        mean = consensus_mean(state)
+        if not torch.equal(mean, torch.full((1000,), -0.5)):
+            raise RuntimeError(f"the {name} step computed a mean of {float(mean[0])}, not -0.5")
+        seconds[name] = time.perf_counter() - since
+    if world.rank == 0:
+        print(", ".join(f"{name} step right after {took:.1f} s" for name, took in seconds.items()))

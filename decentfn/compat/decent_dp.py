@@ -30,7 +30,8 @@ from decentfn.core.arguments import checks_numbers
 from decentfn.engine.simulation import stack
 from decentfn.optim.transforms import Transform, clip_by_global_norm, partition
 from decentfn.topologies import Round, Topology
-from decentfn.train.consensus import consensus_mean, is_stacked, with_params
+from decentfn.train.changes import with_params
+from decentfn.train.consensus import consensus_mean, is_stacked
 
 __all__ = ["buckets", "clip_by_buckets", "decays", "keep_average", "schedule"]
 

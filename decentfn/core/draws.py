@@ -155,6 +155,40 @@ def hashed(*numbers: int) -> int:
     return z >> 1
 
 
+def generator_states(device: torch.device) -> dict[str, Tensor]:
+    """Return the states of this process's random number generators, by name; `device`: the parameters'."""
+    found = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(device)
+    _, words, normal = random.getstate()
+    found["python"] = _with_normal(words, float("nan") if normal is None else normal)
+    legacy: Any = np.random.get_state()
+    if isinstance(legacy, tuple) and legacy[0] == "MT19937":
+        _, words, position, has_normal, normal = legacy
+        found["numpy"] = _with_normal([*words.tolist(), position, has_normal], normal)
+    return found
+
+
+def set_generator_states(found: dict[str, Tensor], device: torch.device) -> None:
+    """Set the states of generators that were found."""
+    torch.set_rng_state(found["cpu"])
+    if "cuda" in found:
+        torch.cuda.set_rng_state(found["cuda"], device)
+    words, normal = _without_normal(found["python"])
+    random.setstate((3, tuple(words), None if normal != normal else normal))
+    if "numpy" in found:
+        (*words, position, has_normal), normal = _without_normal(found["numpy"])
+        np.random.set_state(("MT19937", np.array(words, dtype=np.uint32), position, has_normal, normal))
+
+
+def _with_normal(words: tuple[int, ...] | list[int], normal: float) -> Tensor:
+    return torch.tensor([*words, torch.tensor(normal, dtype=torch.float64).view(torch.int64).item()])
+
+
+def _without_normal(state: Tensor) -> tuple[list[int], float]:
+    return state[:-1].tolist(), state[-1].view(torch.float64).item()
+
+
 # -- the hash -------------------------------------------------------------------------------------------------------
 
 

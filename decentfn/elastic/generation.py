@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -196,8 +197,8 @@ class Generation(Hooks):
     ) -> Any:
         """Connect processes that come within this time; raise RuntimeError if one is lost."""
         seats = [self.members.seats[rank] for rank in ranks]
-        connections.meet(store, rank, len(ranks), within or timeout, lambda: self.require_present(seats))
-        return connections.connected(store, rank, len(ranks), timeout)
+        require_present = partial(self.require_present, seats)
+        return connections.connected(store, rank, len(ranks), timeout, within or timeout, require_present)
 
     @property
     def roll(self) -> Store:

@@ -25,10 +25,9 @@ import decentfn
 from decentfn.comm.collectives import Channels, World
 from decentfn.comm.fingerprint import as_bytes
 from decentfn.core import require, trees
-from decentfn.elastic.connections import reported_as
+from decentfn.elastic.connections import Liveness, reported_as
 from decentfn.elastic.generation import Generation, Members, generation_of
-from decentfn.elastic.liveness import Liveness
-from decentfn.elastic.roll_call import POLL_S, Decision
+from decentfn.elastic.roll_call import POLL_S, Decision, from_json
 from decentfn.errors import ExchangeTimeout, PlanMismatch
 from decentfn.kit.state import lines_of
 
@@ -107,8 +106,8 @@ def await_admission(run: Store, seat: int, liveness: Liveness) -> tuple[Members,
             raise ValueError(f"join(step, state, batch): {run.get(f'refused {seat}').decode()}")
         liveness.clear()
         time.sleep(POLL_S)
-    (changes, seats, places), decision = json.loads(run.get(f"admitted {seat}"))
-    return Members(changes, tuple(seats), tuple(places)), Decision.of(decision)
+    members, decision = json.loads(run.get(f"admitted {seat}"))
+    return from_json(Members, members), from_json(Decision, decision)
 
 
 # -- the others -------------------------------------------------------------------------------------------------------

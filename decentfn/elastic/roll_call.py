@@ -17,9 +17,11 @@ import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from decentfn.elastic.liveness import Liveness
+from decentfn.elastic.connections import Liveness
+
+_Told = TypeVar("_Told")
 
 POLL_S = 0.01
 
@@ -35,12 +37,6 @@ class Note(NamedTuple):
     repeats: bool = False
     """True if it had ended that step in an earlier generation."""
 
-    @classmethod
-    def of(cls, told: str) -> Note:
-        """Return a note that is a line in the store."""
-        seat, step, reaches, repeats = json.loads(told)
-        return cls(seat, step, tuple(reaches), repeats)
-
 
 class Decision(NamedTuple):
     """The next generation, the same for all."""
@@ -52,15 +48,14 @@ class Decision(NamedTuple):
     repeats: bool = False
     """True if another of them had ended it; its calls outside steps after it have failed."""
 
-    @classmethod
-    def of(cls, told: Sequence[Any]) -> Decision:
-        """Return a decision that was in JSON."""
-        seats, step, repeats = told
-        return cls(tuple(seats), step, repeats)
-
 
 class Leave(NamedTuple):
     """The others have decided to continue without this worker."""
+
+
+def from_json(kind: type[_Told], told: Sequence[Any]) -> _Told:
+    """Return a note, a decision or members that were in JSON, which has lists for tuples."""
+    return kind(*(tuple(x) if isinstance(x, list) else x for x in told))
 
 
 def hold(
@@ -74,8 +69,9 @@ def hold(
     """Return the decision of all, or None if they continue without this worker. `board`: the generation's store."""
     end, others = time.monotonic() + patience.total_seconds(), [seat for seat in seats if seat != mine.seat]
     while True:
-        decided = Decision.of(json.loads(board.get("decision"))) if board.check(["decision"]) else None
-        notes = list(map(Note.of, board.get("notes").decode().splitlines())) if board.check(["notes"]) else []
+        decided = from_json(Decision, json.loads(board.get("decision"))) if board.check(["decision"]) else None
+        lines = board.get("notes").decode().splitlines() if board.check(["notes"]) else []
+        notes = [from_json(Note, json.loads(line)) for line in lines]
         liveness.clear()
         gone = set(filter(liveness.is_gone, others))
         match act(mine, seats, notes, decided, gone, newcomers(), is_over=time.monotonic() > end):

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from decentfn.comm import collectives
-from decentfn.comm.fingerprint import compare, digest, require_equal, require_equal_rows
-from decentfn.core import PyTree, checks_numbers, first_difference, over_workers, require, trees
+from decentfn.comm.fingerprint import compare, digest
+from decentfn.core import PyTree, checks_numbers, require, trees
 from decentfn.core.buckets import Buckets, Plan, counted_once, each, part_of, sum_within_worker, wide
 from decentfn.errors import ReplicaMismatch
-from decentfn.kit.state import Metrics, State, restarted
+from decentfn.kit.state import Metrics
 from decentfn.optim.transforms.transform import Averaging
 from decentfn.train.own_steps import memory_of
 
@@ -35,53 +35,9 @@ def buffers(state: Any) -> PyTree:
     return trees.map(torch.clone, state.buffers)
 
 
-def with_params(state: Any, params: PyTree) -> Any:
-    """Return a copy of the state with other parameters, for example from a checkpoint or an average.
-
-    The optimizer's state and the buffers are kept. The algorithm's memory (slow copies, trackers, momentum,
-    corrections, errors, in-flight messages, the average of `df.ema`) restarts from the new parameters. Set the
-    parameters of all workers in the same step (under torchrun on every rank), or memories stay inconsistent. `t` counts
-    on; a run from t = 0 starts with `init`.
-
-    Args:
-        state: a training state, `State(params, local, memory)`.
-        params: a tree like the one given to `init`, `[N, ...]` if stacked; a tied leaf is read from its first place.
-
-    Raises:
-        ValueError: leaves, shapes or dtypes that differ from the state's, or a memory without `restart`; on every rank,
-            unequal parameters if the algorithm needs equal starts (`all_reduce`, `demo`, ...).
-    """
-    x = _buckets(state)
-    expected = [
-        (name, leaf.shape, leaf.dtype)
-        for name, leaf in trees.named_leaves(x.plan.without_values(x[0].shape[:-1]).tree())
-    ]
-    given = [(name, leaf.shape, leaf.dtype) for name, leaf in trees.named_leaves(params)]
-    if given != expected:
-        got, want = first_difference(given, expected)
-        rule = f"found {got} where the state has {want} (name, shape, dtype); pass a tree like df.params(state)."
-        raise ValueError(f"with_params(state, params): {rule}")
-    new = x.plan.lay_out(params, workers=tuple(x[0].shape[:-1]))
-    new = Buckets([new.to(old.device) for new, old in zip(new, x, strict=True)], x.plan)
-    if x.plan.starts_equal:
-        require_equal("with_params(state, params)", {"params": new.shared()})
-        if is_stacked(state):
-            require_equal_rows("with_params(state, params)", {"params": new.shared()})
-    new = to_evaluate(state._replace(params=new), back=True)
-
-    def restart(state: State, x: Buckets) -> State:
-        return state._replace(params=x, memory=restarted(state.memory, x))
-
-    # Leaves that do not depend on the worker come back expanded.
-    changed = over_workers(restart, new[0].shape[0], state, new) if is_stacked(state) else restart(state, new)
-    changed = trees.map(lambda leaf: leaf.clone(memory_format=torch.contiguous_format), changed)
-    changed.params.taken_at = x.taken_at  # the run goes on
-    return changed
-
-
 def to_evaluate(state: Any, *, back: bool = False) -> Buckets:
     """Return the parameters to evaluate, which some optimizers' states compute; `back`: those to train for these."""
-    x, opt = _buckets(state, of_runs=True), getattr(getattr(state, "local", None), "opt", None)
+    x, opt = buckets_of(state, of_runs=True), getattr(getattr(state, "local", None), "opt", None)
     states: list[Any] = trees.nodes_of(Averaging, opt)
     if not states:
         return x
@@ -97,7 +53,7 @@ def to_evaluate(state: Any, *, back: bool = False) -> Buckets:
 
 def is_stacked(state: Any) -> bool:
     """Return True if the state has a leading axis of workers (buckets of one worker are vectors)."""
-    return _buckets(state, of_runs=True)[0].dim() == 2
+    return buckets_of(state, of_runs=True)[0].dim() == 2
 
 
 def require_sharded_alike(call: str, plan: Plan, *, is_sharded: bool) -> None:
@@ -117,7 +73,7 @@ def consensus_mean(state: Any) -> PyTree:
     Parameters that are not shared are this worker's own; of a stacked state, its first worker's. Of workers on their
     own clocks it is `Σ w z / Σ w`: exact after `df.settle(state)`.
     """
-    _buckets(state)  # of one run
+    buckets_of(state)  # of one run
     x = to_evaluate(state)
     if (memory := memory_of(state)) is not None:
         w = memory.weight
@@ -166,7 +122,7 @@ def consensus_distance(state: Any) -> Tensor:
 @collectives.calling("df.distance_to_consensus(state)", of_state=True)
 def distance_to_consensus(state: Any) -> Tensor:
     """Return `‖x_i - x̄‖₂` of this worker (0-d float64), or of each (`[N]`) if stacked. Collective."""
-    x = part_of(_buckets(state), True)
+    x = part_of(buckets_of(state), True)
     squares = counted_once([_squared_distance(bucket) for bucket in x], x.plan)
     return sum_within_worker(torch.stack(squares).sum(0), x.plan.processes).sqrt()
 
@@ -224,7 +180,7 @@ def distance_in_steps(
         rate = torch.tensor(learning_rate, dtype=torch.float64)
     distance = consensus_distance(state)
     if adaptive:
-        x = part_of(_buckets(state), True)
+        x = part_of(buckets_of(state), True)
         own = counted_once([torch.tensor(float(b.shape[-1]), device=b.device) for b in x], x.plan)
         count = float(sum_within_worker(torch.stack(own).sum(), x.plan.processes))
         length = rate.to(distance.device) * count**0.5
@@ -334,7 +290,8 @@ def _mean(bucket: Tensor) -> Tensor:
     return collectives.process_mean(bucket if bucket.dim() == 1 else bucket.flatten(0, -2).mean(0))
 
 
-def _buckets(state: Any, *, of_runs: bool = False) -> Buckets:
+def buckets_of(state: Any, *, of_runs: bool = False) -> Buckets:
+    """Return the parameters of a training state, or raise ValueError for anything else, and for several runs."""
     found: Any = getattr(state, "params", None)
     rule = "expected a `.params` of buckets, from init(params)."
     require(isinstance(found, Buckets), f"{type(state).__name__} is not a training state", rule)

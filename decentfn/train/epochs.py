@@ -15,7 +15,7 @@ import torch
 
 from decentfn.comm import collectives
 from decentfn.core.arguments import brief
-from decentfn.train.checkpoint import extras
+from decentfn.core.draws import generator_states, set_generator_states
 
 _log = logging.getLogger("decentfn")
 GENERATORS = (torch.Generator, np.random.Generator, random.Random)
@@ -168,10 +168,10 @@ class Epochs(Iterator[tuple[int, Any]]):
             else one.getstate() if isinstance(one, random.Random) else one.bit_generator.state
             for one in self._generators
         ]  # fmt: skip
-        return {"global": extras.generators(torch.device("cpu")), "own": own}
+        return {"global": generator_states(torch.device("cpu")), "own": own}
 
     def _draw_from(self, states: Mapping[str, Any]) -> None:
-        extras.set_generators(states["global"], torch.device("cpu"))
+        set_generator_states(states["global"], torch.device("cpu"))
         for one, its in zip(self._generators, states["own"], strict=True):
             if isinstance(one, torch.Generator):
                 one.set_state(its)

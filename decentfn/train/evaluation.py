@@ -22,7 +22,7 @@ from decentfn.core.context import context
 from decentfn.core.trees import PyTree
 from decentfn.errors import PeerLost, RunError
 from decentfn.gradient.evaluation import swapping
-from decentfn.gradient.loss import WrappedLoss, is_pair, takes
+from decentfn.gradient.loss import is_pair, takes, unwrapped
 from decentfn.gradient.module import ModuleLoss, ShardedLoss
 from decentfn.train.collective_calls import on_all
 from decentfn.train.consensus import consensus_buffers, consensus_mean, is_stacked, require_sharded_alike, to_evaluate
@@ -107,8 +107,7 @@ def _of_workers(
         raise ValueError(
             f"{call}(batches): found a tensor of shape {[*batches.shape]}; pass a list of batches: [batch]."
         )
-    while isinstance(metric, WrappedLoss):
-        metric = metric.loss_fn
+    metric, _ = unwrapped(metric)
     require_sharded_alike(f"{call}(metric={brief(metric)})", plan, is_sharded=isinstance(metric, ShardedLoss))
     # Sum in one order, for the same result on every rank.
     told = on_all(call, _sums, call, metric, replicas, batches, samples, plan.is_sharded)
@@ -259,10 +258,8 @@ def _size(call: str, samples: _Count | None, batch: Any) -> int:
     leaves = batch if is_flat else trees.leaves(trees.plain(batch))
     sizes = {x.size(0) for x in leaves if isinstance(x, torch.Tensor) and x.dim()}
     if len(sizes) != 1:
-        named = [
-            (name, x) for name, x in trees.named_leaves(trees.plain(batch)) if isinstance(x, torch.Tensor) and x.dim()
-        ]
-        shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in named)
+        named = trees.named_leaves(trees.plain(batch))
+        shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in named if isinstance(x, torch.Tensor) and x.dim())
         raise ValueError(
             f"{call}(batches): the samples of {brief(batch)} cannot be counted by the first axis of its tensors "
             f"({shapes}); count them, samples=lambda batch: len(...), or remove tensors without an axis of samples "

@@ -62,30 +62,20 @@ def until(
 
 def _until(batches: Iterable[Batch], kind: str, most: float, start: int) -> Iterator[tuple[int, Batch]]:
     here = collectives.world()
-    add = _counter(here)
-    since = time.monotonic()
-    for t, batch in enumerate(batches, start):
-        if kind == "seconds":
-            used = most * (add(int(time.monotonic() - since >= most)) > 0)
-        else:
-            amount = 1 if kind == "steps" else _rows(batch)
-            used = add(amount) - amount
-        if used >= most:
-            return
-        yield t, batch
-
-
-def _counter(here: collectives.World) -> Any:
-    """Return a function that adds to a number that all ranks share, and returns it."""
     here.budgets += 1  # all ranks make the same ones in the same order
     key, store = f"decentfn budget {here.budgets}", here.channels.store if here.size > 1 else HashStore()
-
-    def add(amount: int) -> int:
-        what = "df.data.until: the store in which the workers count has ended; the state is complete, and so is its last step"
+    what = (
+        "df.data.until: the store in which the workers count has ended; the state is complete, and so is its last step"
+    )
+    since = time.monotonic()
+    for t, batch in enumerate(batches, start):
+        is_late = kind == "seconds" and time.monotonic() - since >= most
+        amount = int(is_late) if kind == "seconds" else 1 if kind == "steps" else _rows(batch)
         with reported_as(PeerLost, what, process=here.rank):
-            return store.add(key, amount)
-
-    return add
+            used = store.add(key, amount)
+        if used > 0 if kind == "seconds" else used - amount >= most:
+            return
+        yield t, batch
 
 
 def _rows(batch: Any) -> int:

@@ -23,7 +23,7 @@ from decentfn.elastic.connections import default_group, reported_as
 from decentfn.elastic.joining import versions, wait_for_run
 from decentfn.engine.memory import keep_freed_memory
 from decentfn.errors import ExchangeTimeout, PlanMismatch
-from decentfn.train.exit_hooks import end_with_agent, report_root_cause
+from decentfn.train.signals import end_with_agent, report_root_cause
 from decentfn.train.store import answered, fresh_part, store_of_environment, store_of_run, unknown_interface
 
 _log = logging.getLogger("decentfn")
@@ -241,7 +241,7 @@ def _start(backend: str | None, gpus: int, timeout: timedelta) -> None:
         "local rank": os.environ.get("LOCAL_RANK", "(not set)"),
         "gpus": gpus,
         "gpu": _gpu(index) if index < gpus else None,
-        "interface": unknown_interface("GLOO_SOCKET_IFNAME"),
+        "interface": unknown_interface(),
     }
     # Compare over ranks first: only some machines may have enough GPUs.
     everyone = _gathered(PrefixStore("machines", store), rank, size, own)

@@ -1,26 +1,29 @@
-"""Preemption: after a signal to one process, all processes stop after the same step."""
+"""End of a process: preemption, after which all stop after the same step; the error that torchrun reports; a lost agent."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from torch import Tensor
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from decentfn.comm import collectives
 from decentfn.core.arguments import at_least
-from decentfn.errors import RunError
+from decentfn.errors import ExchangeTimeout, PeerLost, RunError
 from decentfn.train.checkpoint import files
 from decentfn.train.collective_calls import as_path, make_directory
 
@@ -32,6 +35,8 @@ _SAME_S = 1.0
 """Seconds within which a repeated signal counts once: SLURM signals all processes, and torchrun forwards it."""
 
 _SHIELDED = {*_SIGNALS, signal.SIGINT}
+_PAUSE_S = 1.0
+_PR_SET_PDEATHSIG = 1
 
 
 class Stop:
@@ -212,3 +217,30 @@ def preemption(marker: str | Path, *, every: int = 10) -> Iterator[Stop]:
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def report_root_cause() -> None:
+    """From here on, torchrun's "root cause" is the error with which the failure began, and other processes print one line."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if isinstance(error, (PeerLost, ExchangeTimeout)):
+            print(f"rank {os.environ.get('RANK')}: {kind.__name__}: {error}", file=sys.stderr, flush=True)
+            time.sleep(_PAUSE_S)  # torchrun takes the process that ends first for the cause
+            return
+        file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+        if not file.exists():  # else `record` has written it
+            try:
+                raise error  # for its traceback
+            except BaseException as raised:
+                get_error_handler().record_exception(raised)
+        before(kind, error, traceback)
+
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        sys.excepthook = hook
+
+
+def end_with_agent() -> None:
+    """From here on, if torchrun, the parent process, ends, the kernel sends SIGTERM to this one (Linux)."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -130,10 +130,10 @@ def _no_answer(rank: int, missing: str, peer: int, timeout: timedelta) -> Exchan
     )
 
 
-def unknown_interface(variable: str) -> str | None:
-    """Return the first interface named by an environment variable that this machine lacks, and those that it has."""
+def unknown_interface() -> str | None:
+    """Return the first interface in GLOO_SOCKET_IFNAME that this machine lacks, and those that it has."""
     names = [name for _, name in socket.if_nameindex()]
-    for name in os.environ.get(variable, "").split(","):
+    for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
         if name and name not in names:
             return f"no interface {name}; choose of: {', '.join(names)}"
     return None

@@ -16,7 +16,7 @@ from decentfn.core import trees
 from decentfn.core.buckets import Buckets
 from decentfn.testing import problem
 from decentfn.testing.ranks import on_kept_ranks
-from decentfn.train.checkpoint import files, layout, manifest
+from decentfn.train.checkpoint import files, layout
 from decentfn.train.checkpoint.layout import leaves_of
 from tests.contract import ROWS
 from tests.run.within_worker import Tied
@@ -234,7 +234,7 @@ def test_the_first_save_of_a_run_that_did_not_resume_is_refused_on_all_ranks(tmp
     on_kept_ranks(2, first)
     files.own.clear()  # as another process
     on_kept_ranks(2, fresh)
-    assert [path.name for path in manifest.checkpoints(tmp_path)] == [
+    assert [path.name for path in files.checkpoints(tmp_path)] == [
         "checkpoint-000002-step-30",
         "checkpoint-000003-step-30",
     ]
@@ -257,7 +257,7 @@ def test_an_error_of_the_thread_comes_out_once_at_the_next_call_and_the_run_goes
         saver.save(state, 4)
         with pytest.raises(OSError, match="Not a directory"):
             saver.close()
-    assert [path.name for path in manifest.checkpoints(tmp_path / "again")] == ["checkpoint-000001-step-3"]
+    assert [path.name for path in files.checkpoints(tmp_path / "again")] == ["checkpoint-000001-step-3"]
 
 
 def test_ranks_that_save_different_steps_are_told(tmp_path):
@@ -400,8 +400,8 @@ def test_a_checkpoint_of_format_1_is_read():
 
 def test_a_newer_format_is_refused_by_its_version(tmp_path):
     path = df.checkpoint.save(tmp_path, algorithm_of(1).init(net()), 0)
-    said = manifest.read(path) | {"format": 9, "versions": {"decentfn": "9.9"}}
-    (path / "manifest.json").write_bytes(manifest.encode(said))
+    said = files.read_manifest(path) | {"format": 9, "versions": {"decentfn": "9.9"}}
+    (path / "manifest.json").write_bytes(files.encode_manifest(said))
     with pytest.raises(ValueError, match="format 9, written by decentfn 9.9.*update decentfn"):
         df.checkpoint.restore(path, algorithm_of(1).init(net()))
 
@@ -439,9 +439,9 @@ def test_what_sparse_loco_saved_when_its_memory_was_its_own_is_restored(tmp_path
 def test_a_manifest_names_no_file_outside_its_directory(tmp_path, name):
     state = algorithm_of(1).init(net())
     path = df.checkpoint.save(tmp_path, state, 0)
-    said = manifest.read(path)
+    said = files.read_manifest(path)
     said["processes"][0]["file"] = name
-    (path / "manifest.json").write_bytes(manifest.encode(said))
+    (path / "manifest.json").write_bytes(files.encode_manifest(said))
     with pytest.raises(df.errors.CheckpointCorrupt, match="outside its directory"):
         df.checkpoint.restore(path, state)
 
@@ -469,7 +469,7 @@ def test_links_and_files_of_others_in_the_directory_do_no_harm(tmp_path):
         saver.save(state, 2)
     assert df.checkpoint.restore(run, state).step == 2
     assert df.checkpoint.restore(moved, state).step == 1
-    assert [path.name for path in manifest.checkpoints(run)] == ["checkpoint-000002-step-2"]
+    assert [path.name for path in files.checkpoints(run)] == ["checkpoint-000002-step-2"]
 
 
 def test_a_checkpoint_moved_to_another_disk_behind_a_link_is_restored_and_its_run_goes_on(tmp_path, monkeypatch):
@@ -515,7 +515,7 @@ def test_threads_that_share_a_saver_take_turns(tmp_path):
             thread.start()
         for thread in threads:
             thread.join()
-    found = [df.checkpoint.restore(path, states[0]).state.params[0] for path in manifest.checkpoints(tmp_path)]
+    found = [df.checkpoint.restore(path, states[0]).state.params[0] for path in files.checkpoints(tmp_path)]
     assert len(found) == 16 and all(len(x.unique()) == 1 for x in found)
 
 
@@ -587,7 +587,7 @@ def test_what_is_wrong_on_one_rank_is_raised_on_all_and_the_next_checkpoint_is_s
         df.checkpoint.save(tmp_path, state, 2)
 
     on_kept_ranks(2, job)
-    assert [path.name for path in manifest.checkpoints(tmp_path)] == ["checkpoint-000001-step-2"]
+    assert [path.name for path in files.checkpoints(tmp_path)] == ["checkpoint-000001-step-2"]
 
 
 # -- damaged and pruned ------------------------------------------------------------------------------------------
@@ -658,7 +658,7 @@ def test_the_mean_with_its_moments_is_a_checkpoint_of_one_worker(tmp_path):
 
 
 def test_a_reader_beside_a_run_that_removes_its_checkpoint_takes_the_next(tmp_path, monkeypatch):
-    state, read, is_late = algorithm_of(1).init(net()), manifest.read, [True, True]
+    state, read, is_late = algorithm_of(1).init(net()), files.read_manifest, [True, True]
     df.checkpoint.save(tmp_path, state, 0)
 
     def read_late(path):
@@ -667,7 +667,7 @@ def test_a_reader_beside_a_run_that_removes_its_checkpoint_takes_the_next(tmp_pa
                 saver.save(state, 2 - len(is_late))
         return read(path)
 
-    monkeypatch.setattr(manifest, "read", read_late)
+    monkeypatch.setattr(files, "read_manifest", read_late)
     assert df.checkpoint.restore(tmp_path, state).step == 2 and not is_late
 
 

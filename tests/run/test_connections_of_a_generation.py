@@ -32,9 +32,8 @@ def test_a_process_that_dies_after_it_has_come_is_not_waited_for(rank, monkeypat
     store.set("came 1", "")
     with pytest.raises(RuntimeError, match="died"):
         dist.ProcessGroupGloo(Last(store), 1 - rank, 2, MINUTES)
-    connections.meet(store, rank, 2, MINUTES, lambda: None)
     with pytest.raises(RuntimeError, match=r"[Tt]imed? ?out"):
-        connections.connected(store, rank, 2, MINUTES)
+        connections.connected(store, rank, 2, MINUTES, MINUTES, lambda: None)
     assert time.monotonic() - since < MINUTES.total_seconds() / 2
 
 
@@ -43,6 +42,6 @@ def test_whoever_waits_for_a_lost_process_hears_of_it_at_once():
         raise RuntimeError("process 1 has ended")
 
     with pytest.raises(RuntimeError, match="process 1 has ended"):
-        connections.meet(dist.HashStore(), 0, 2, MINUTES, lost)
+        connections.connected(dist.HashStore(), 0, 2, MINUTES, MINUTES, lost)
     with pytest.raises(RuntimeError, match="did not come"):
-        connections.meet(dist.HashStore(), 0, 2, timedelta(0), lambda: None)
+        connections.connected(dist.HashStore(), 0, 2, MINUTES, timedelta(0), lambda: None)

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 import decentfn as df
-from decentfn.train import exit_hooks
+from decentfn.train import signals
 from decentfn.train.store import fresh_part
 from tests.run.agents import STEPS
 
@@ -117,9 +117,9 @@ def test_the_user_s_exception_is_the_root_cause_and_who_lost_its_rank_prints_one
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    exit_hooks.report_root_cause()
+    signals.report_root_cause()
     pauses = []
-    monkeypatch.setattr(exit_hooks.time, "sleep", pauses.append)
+    monkeypatch.setattr(signals.time, "sleep", pauses.append)
     lost = df.errors.PeerLost("step t=4 on worker 3: worker 1 has died", peer=1)
     sys.excepthook(type(lost), lost, None)
     assert capsys.readouterr().err == "rank 3: PeerLost: step t=4 on worker 3: worker 1 has died\n"
@@ -133,13 +133,13 @@ def test_the_user_s_exception_is_the_root_cause_and_who_lost_its_rank_prints_one
 
 ORPHAN = """
 import os, time
-from decentfn.train import exit_hooks
+from decentfn.train import signals
 begin, end = os.pipe()
 if not os.fork():  # the agent
     if not os.fork():  # its process
         os.close(begin)
         os.environ["TORCHELASTIC_RUN_ID"] = "x"
-        exit_hooks.end_with_agent()
+        signals.end_with_agent()
         os.write(end, b"!")
         time.sleep(600)
         os._exit(0)

@@ -104,14 +104,14 @@ def test_equal_replicas_are_not_taken_from_workers_that_may_differ(tmp_path):
 
 
 def test_checkpoints_from_before_are_not_compared(tmp_path, caplog):
-    from decentfn.train.checkpoint import manifest
+    from decentfn.train.checkpoint import files
 
     saved = made("choco_sgd", "static-ring")
     path = df.checkpoint.save(tmp_path, start(saved), 2)
-    about = manifest.read(path)
+    about = files.read_manifest(path)
     assert about["topology"].startswith("static-ring ") and about["starts_equal"] is False
     old = {key: value for key, value in about.items() if key not in ("topology", "starts_equal")}
-    (path / "manifest.json").write_bytes(manifest.encode(old))
+    (path / "manifest.json").write_bytes(files.encode_manifest(old))
     assert "topology" not in json.loads((path / "manifest.json").read_text())
     df.checkpoint.restore(tmp_path, start(made("choco_sgd", "complete")))
     assert not caplog.records

@@ -1,7 +1,7 @@
 """Checkpoints of a run, complete or absent, and exchange of weights with other programs."""
 
 from decentfn.train.checkpoint.exchange import export, import_
-from decentfn.train.checkpoint.manifest import best, checkpoints, latest
+from decentfn.train.checkpoint.files import best, checkpoints, latest
 from decentfn.train.checkpoint.restoring import Restored, restore
 from decentfn.train.checkpoint.saving import Saver, save
 

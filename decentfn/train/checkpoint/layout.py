@@ -3,15 +3,18 @@
 Leaves of a bucket are stored by parameter name, so other bucket sizes can read them. Workers are the first axis of
 every leaf: its shape is over all workers, its offset is where this file's part begins. If a worker is several
 processes, each stores its shards, placed in the worker's unsharded tensors, and a copy of unsharded leaves.
+
+What a process saves beside its state, `extra`, is a tree in JSON, with its tensors in the file.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +22,6 @@ from decentfn.comm.fingerprint import digest
 from decentfn.core import brief, require, trees
 from decentfn.core.buckets import Buckets, Place, Plan
 from decentfn.train.consensus import is_stacked
-from decentfn.train.state_dicts import without_compiled
 
 DTYPES = {
     torch.complex64: "C64",
@@ -44,6 +46,9 @@ DTYPES = {
 _LEAVES = "leaves"
 BUFFERS = "local.buffers."
 """Prefix of the names of a module's buffers, frozen parameters among them."""
+EXTRA, GENERATOR = "extra/", "generator/"
+"""Prefixes of the names of tensors of `extra`, and of generators' states."""
+_KIND = "decentfn kind"
 
 
 class Leaf(NamedTuple):
@@ -55,17 +60,27 @@ class Leaf(NamedTuple):
     shard: Place | None  # place in the worker's tensor; None: unsharded, or the process's own
 
 
+def without_compiled(name: str) -> str:
+    """Return a name without the part that `torch.compile(module)` puts before those of the module."""
+    return name.replace("_orig_mod.", "")
+
+
 def local_workers(state: Any) -> int:
     """Return the number of workers in the state."""
     return state.params[0].shape[0] if is_stacked(state) else 1
 
 
+def own_memory(state: Any) -> Any:
+    """Return the memory of the state's algorithm, within those of wrappers."""
+    memory = state.memory
+    while hasattr(memory, "inner"):
+        memory = memory.inner
+    return memory
+
+
 def algorithm_of(state: Any) -> str | None:
     """Return the algorithm of this library that owns the state's memory; None if there is none."""
-    memory = state.memory
-    while hasattr(memory, "inner"):  # a wrapper's
-        memory = memory.inner
-    package, _, name = type(memory).__module__.rpartition(".")
+    package, _, name = type(own_memory(state)).__module__.rpartition(".")
     return name if package == "decentfn.algorithms" else None
 
 
@@ -155,3 +170,57 @@ def bytes_of(x: Tensor) -> Iterator[memoryview]:
     else:
         for row in x:
             yield from bytes_of(row)
+
+
+def packed(value: Any, tensors: dict[str, Tensor], path: str = "extra") -> Any:
+    """Return what JSON holds of the value, and add its tensors; raise ValueError, with the path, for anything else."""
+
+    def beside(kind: str, x: Tensor) -> dict[str, str]:
+        name = f"{EXTRA}{path}"
+        tensors[name] = x.detach().to("cpu", copy=True)
+        return {_KIND: kind, "name": name}
+
+    def each(items: Any) -> list[Any]:
+        return [packed(item, tensors, f"{path}[{i}]") for i, item in enumerate(items)]
+
+    value = value.item() if isinstance(value, np.generic) else value
+    if value is None or type(value) in (bool, int, str) or (type(value) is float and value - value == 0):
+        return value
+    if type(value) is Tensor and value.dtype in DTYPES and value.layout == torch.strided:
+        return beside("tensor", value)
+    if isinstance(value, bytes):
+        return beside("bytes", torch.tensor(list(value), dtype=torch.uint8))
+    if type(value) is np.ndarray and value.dtype.isnative and value.dtype.kind in "biuf":
+        x = torch.from_numpy(np.array(value, order="C"))
+        if x.dtype in DTYPES:
+            return beside("array", x)
+    if type(value) is list:
+        return each(value)
+    if type(value) is tuple:
+        return {_KIND: "tuple", "items": each(value)}
+    if isinstance(value, dict) and all(type(key) in (int, str) for key in value):
+        values = {key: packed(item, tensors, f"{path}[{key!r}]") for key, item in value.items()}
+        if _KIND not in value and all(type(key) is str for key in value):
+            return values
+        return {_KIND: "dict", "items": [[key, item] for key, item in values.items()]}
+    raise ValueError(
+        f"save(extra=...): {path} is {brief(value)}; a checkpoint holds finite numbers, strings, None, tensors, arrays and bytes in "
+        "lists, tuples and dicts whose keys are strings or integers; for NaN and infinity give None or a string."
+    )
+
+
+def unpacked(value: Any, tensor: Callable[[str], Tensor]) -> Any:
+    """Return the tree that was packed; `tensor(name)` reads one that is beside it."""
+    if isinstance(value, list):
+        return [unpacked(item, tensor) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get(_KIND)
+    if kind is None:
+        return {key: unpacked(item, tensor) for key, item in value.items()}
+    if kind == "dict":
+        return {key: unpacked(item, tensor) for key, item in value["items"]}
+    if kind == "tuple":
+        return tuple(unpacked(item, tensor) for item in value["items"])
+    x = tensor(value["name"])
+    return x if kind == "tensor" else x.numpy() if kind == "array" else bytes(x.tolist())

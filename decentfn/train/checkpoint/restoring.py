@@ -19,14 +19,14 @@ from decentfn.comm import collectives
 from decentfn.core import trees
 from decentfn.core.arguments import brief
 from decentfn.core.buckets import Buckets, Place
-from decentfn.core.stacking import over_workers
+from decentfn.core.draws import set_generator_states
 from decentfn.errors import CheckpointCorrupt
 from decentfn.optim.transforms.basic import rates
-from decentfn.train.checkpoint import extras, files, layout, manifest
+from decentfn.train.changes import resized, stacked, with_memory
+from decentfn.train.checkpoint import files, layout
 from decentfn.train.collective_calls import on_all, on_first, one_path
 from decentfn.train.consensus import is_stacked
 from decentfn.train.own_steps import memory_of, with_room_of
-from decentfn.train.resizing import resized, stacked
 
 _log = logging.getLogger("decentfn")
 _MEMORY_OF = {"sparse_loco": "diloco"}
@@ -84,7 +84,7 @@ def restore(source: str | Path, state: Any) -> Restored:
             restored.state.params.taken_at = restored.step - 1
         _tell(found, state, saved_workers, skipped)
         _tell_rate(state, restored.state)
-        extras.set_generators(drawing, state.params[0].device)
+        set_generator_states(drawing, state.params[0].device)
         return restored
     if not skipped:
         raise FileNotFoundError(f"restore({str(source)!r}, state): there is no checkpoint; start with init(params).")
@@ -93,10 +93,10 @@ def restore(source: str | Path, state: Any) -> Restored:
 
 
 def _newest(source: Path, skipped: list[str]) -> str | None:
-    if manifest.is_checkpoint(source):
+    if files.is_checkpoint(source):
         return str(source)
     for _ in range(2):  # a list of files that change meanwhile may have neither an old one nor the new one
-        for path in reversed(manifest.checkpoints(source)):
+        for path in reversed(files.checkpoints(source)):
             if str(path) not in skipped:
                 return str(path)
     return None
@@ -139,29 +139,25 @@ def _tell_rate(template: Any, restored: Any) -> None:
 
 def _on_topology(state: Any, about: dict[str, Any], path: Path) -> Any:
     """Compare the topology that a state of as many workers was saved on; restart memory that belongs to another one."""
-    mine, theirs, memory = state.params.plan.topology, about.get("topology"), state.memory
+    mine, theirs = state.params.plan.topology, about.get("topology")
     if None in (mine, theirs) or mine == theirs:
         return state
-    while hasattr(memory, "inner"):  # a wrapper's
-        memory = memory.inner
-    restarts = getattr(memory, "of_topology", False)
+    restarts = getattr(layout.own_memory(state), "of_topology", False)
     if collectives.all_processes().rank == 0:
         what = "the memory belongs to that one and starts again" if restarts else "parameters and memory continue"
         _log.warning("restore: %s was saved on topology %s, and the state is on %s: %s", path, theirs, mine, what)
     if not restarts:
         return state
 
-    def restart(x: Buckets, memory: Any) -> Any:
-        return memory._replace(inner=restart(x, memory.inner)) if hasattr(memory, "inner") else memory.restart(x)
+    def restart(memory: Any, x: Buckets) -> Any:
+        return memory._replace(inner=restart(memory.inner, x)) if hasattr(memory, "inner") else memory.restart(x)
 
-    x, args = state.params, (state.params, state.memory)
-    new = over_workers(restart, len(x[0]), *args) if is_stacked(state) else restart(*args)
-    return state._replace(memory=trees.map(lambda leaf: leaf.clone(memory_format=torch.contiguous_format), new))
+    return with_memory(restart, state, state.params)
 
 
 def _verify_share(path: Path, template: Any) -> None:
     """Where all processes read all files, for another number of workers, verify this one's share of them."""
-    about, here = manifest.read(path), collectives.all_processes()
+    about, here = files.read_manifest(path), collectives.all_processes()
     if about["num_workers"] != here.num_workers * layout.local_workers(template):
         for entry in about["processes"][here.rank :: here.size]:
             _verify(path, entry)
@@ -173,16 +169,16 @@ def _verify(path: Path, process: dict[str, Any], into: Iterable[tuple[int, memor
     try:
         size, digest = files.digest_of(file, into)
     except OSError as error:
-        raise manifest.corrupt(file, f"cannot be read ({error})") from error
+        raise files.corrupt(file, f"cannot be read ({error})") from error
     if size != process["bytes"]:
-        raise manifest.corrupt(file, f"it has {size} bytes where the manifest says {process['bytes']}")
+        raise files.corrupt(file, f"it has {size} bytes where the manifest says {process['bytes']}")
     if digest != process["sha256"]:
-        raise manifest.corrupt(file, "its content does not have the digest that the manifest names")
+        raise files.corrupt(file, "its content does not have the digest that the manifest names")
 
 
 def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor], int]:
     """Return what the checkpoint holds for this process, the generators' states and the number of workers that saved it."""
-    about = manifest.read(path)
+    about = files.read_manifest(path)
     theirs, mine = about["algorithm"], layout.algorithm_of(template)
     if None not in (theirs, mine) and _MEMORY_OF.get(theirs, theirs) != mine:
         raise ValueError(
@@ -239,7 +235,8 @@ def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor], int]:
             state = resized(one, saved.rows(state, leaves), first)
         state = with_room_of(f"restore({path})", state, rooms)
         drawing = parts[0].generators(template.params[0].device)
-        return Restored(state, about["step"], parts[0].extra(), about["config"]), drawing, about["num_workers"]
+        extra = layout.unpacked(parts[0].process["extra"], parts[0].open.get_tensor)
+        return Restored(state, about["step"], extra, about["config"]), drawing, about["num_workers"]
     except Exception:
         for entry in entries if as_many else ():
             _verify(path, entry)  # a damaged file is the cause of any error
@@ -269,28 +266,20 @@ class _Part:
 
     def __init__(self, path: Path, process: dict[str, Any]) -> None:
         self._file, self.process = path / process["file"], process
-        self._open = safe_open(self._file, framework="pt")
-        self.places, self.frozen = layout.places_in(self._open.metadata()), process["frozen"]
+        self.open = safe_open(self._file, framework="pt")
+        self.places, self.frozen = layout.places_in(self.open.metadata()), process["frozen"]
 
     def generators(self, device: torch.device) -> dict[str, Tensor]:
         """Return the states of this process's generators that are of use here."""
-        known = {f"{extras.GENERATOR}{name}": name for name in ("cpu", "python", "numpy", device.type)}
-        return {known[name]: self._open.get_tensor(name) for name in known.keys() & set(self._open.keys())}
-
-    def extra(self) -> Any:
-        """Return the process's own `extra`."""
-        return extras.unpacked(self.process["extra"], self._open.get_tensor)
-
-    def kind(self, name: str) -> tuple[str, list[int]]:
-        """Return the leaf's dtype, by its safetensors name, and its shape over all workers."""
-        return self._open.get_slice(name).get_dtype(), list(self.places[name].shape)
+        known = {f"{layout.GENERATOR}{name}": name for name in ("cpu", "python", "numpy", device.type)}
+        return {known[name]: self.open.get_tensor(name) for name in known.keys() & set(self.open.keys())}
 
     def copy(self, name: str, wanted: Wanted, filled: dict[str, Tensor], values: Any = None) -> None:
         """Copy this file's share of the wanted part, and mark it, or remove a leaf that is complete from what is wanted."""
         into, (_, offset) = wanted[name]
         source, target = [], []
         for mine, theirs, count, wide in zip(
-            self.places[name].offset, offset, self._open.get_slice(name).get_shape(), into.shape, strict=True
+            self.places[name].offset, offset, self.open.get_slice(name).get_shape(), into.shape, strict=True
         ):
             start, stop = max(mine, theirs), min(mine + count, theirs + wide)
             source.append(slice(start - mine, stop - mine))
@@ -299,7 +288,7 @@ class _Part:
             return
         part = into[tuple(target)]
         if values is not into:
-            part.copy_((self._open.get_slice(name) if values is None else values)[tuple(source)])
+            part.copy_((self.open.get_slice(name) if values is None else values)[tuple(source)])
         if part.shape == into.shape:
             del wanted[name]
         else:
@@ -347,7 +336,8 @@ class _Saved(NamedTuple):
             wanted.pop(name)[0].copy_(self.given[name])
         for name, (values, there) in wanted.items():
             mine = layout.DTYPES[values.dtype], list(there.shape)
-            for theirs in [part.kind(name) for part in self.parts if name in part.places]:
+            for part in [part for part in self.parts if name in part.places]:
+                theirs = part.open.get_slice(name).get_dtype(), list(part.places[name].shape)
                 if theirs != mine:
                     raise ValueError(
                         f"restore: leaf {name!r} is {theirs[0]} {theirs[1]} in {self.path} (workers first) and "
@@ -364,7 +354,7 @@ class _Saved(NamedTuple):
         for name, (values, _) in wanted.items():
             held = int(filled[name].sum()) if name in filled else 0
             if held < values.numel():
-                raise manifest.corrupt(self.path, f"of leaf {name!r} it holds {held} of {values.numel()} values")
+                raise files.corrupt(self.path, f"of leaf {name!r} it holds {held} of {values.numel()} values")
 
     def rows(self, one: Any, leaves: Sequence[layout.Leaf]) -> Any:
         """Replace each tensor of one worker's state by an iterable of all workers' values, read on demand."""

@@ -21,10 +21,11 @@ import decentfn
 from decentfn.comm import collectives
 from decentfn.core import at_least, brief, require, trees, warn
 from decentfn.core.buckets import Place
+from decentfn.core.draws import generator_states
 from decentfn.elastic.generation import awaited_run
 from decentfn.errors import RunError
 from decentfn.kit.state import is_state
-from decentfn.train.checkpoint import extras, files, layout, manifest
+from decentfn.train.checkpoint import files, layout
 from decentfn.train.collective_calls import make_directory, on_all, on_first, one_path
 from decentfn.train.own_steps import memory_of
 
@@ -67,7 +68,7 @@ def save(
         return _write(saver.directory, saver._content(state, step, extra, score), None)
 
 
-class Saver:
+class Saver(contextlib.AbstractContextManager["Saver", None]):
     """Background writer of a run's checkpoints. A context manager; collective.
 
     `save` copies the state and returns; a thread writes the copy. All processes share the directory, which this run
@@ -165,9 +166,6 @@ class Saver:
             self._let_go()
             self._lock.release()
 
-    def __enter__(self) -> Saver:
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         try:
             self.close()
@@ -187,8 +185,8 @@ class Saver:
                 "checkpoints; end the other first, or choose another directory."
             ) from error
         try:
-            files.sweep(self.directory, manifest.UNFINISHED)
-            return [step for _, step, _ in manifest.listed(self.directory)]
+            files.sweep(self.directory)
+            return [step for _, step, _ in files.listed(self.directory)]
         except BaseException:
             self._lock.release()
             raise
@@ -242,7 +240,7 @@ class Saver:
         leaves = [leaf for leaf in leaves if leaf.name not in left_out]
         tensors = {leaf.name: leaf.values for leaf in leaves}
         places = {leaf.name: layout.place(leaf, first, num_workers) for leaf in leaves}
-        loose = {f"{extras.GENERATOR}{name}": x for name, x in extras.generators(state.params[0].device).items()}
+        loose = {f"{layout.GENERATOR}{name}": x for name, x in generator_states(state.params[0].device).items()}
         about = {
             "step": step,
             "num_workers": num_workers,
@@ -255,7 +253,7 @@ class Saver:
         }
         process = {
             "step": step,
-            "extra": extras.packed(extra, loose),
+            "extra": layout.packed(extra, loose),
             "workers": (first, first + local),
             "buckets": about["buckets"],
         }
@@ -307,7 +305,7 @@ def _write(directory: Path, content: _Content, keep: int | None) -> Path:
 
 
 def _begin(directory: Path, step: int) -> str:
-    path = directory / f"{manifest.UNFINISHED}{step}-{uuid4().hex[:8]}"
+    path = directory / f"{files.UNFINISHED}{step}-{uuid4().hex[:8]}"
     path.mkdir(mode=0o700, parents=True)
     return str(path)
 
@@ -338,17 +336,17 @@ def _finish(directory: Path, path: Path, told: list[dict[str, Any]], keep: int |
     scores = [its["score"] for its in told if its["score"] is not None]
     versions = {"decentfn": decentfn.__version__, "torch": str(torch.__version__), "python": platform.python_version()}
     content = {
-        "format": manifest.FORMAT if told[0]["process"]["frozen"] else 2 if size > 1 else 1,
+        "format": files.FORMAT if told[0]["process"]["frozen"] else 2 if size > 1 else 1,
         **about,
         "score": sum(scores) / len(scores) if scores else None,
         "versions": versions,
         "processes": [its["process"] for its in told],
     }
-    files.write(path / manifest.MANIFEST, [manifest.encode(content)])
+    files.write(path / files.MANIFEST, [files.encode_manifest(content)])
     files.sync_directory(path)
-    name = directory / manifest.next_name(directory, about["step"])
+    name = directory / files.next_name(directory, about["step"])
     files.publish(path, name)
     if keep is not None:
-        for old in set(manifest.checkpoints(directory)[:-keep]) - {manifest.best(directory)}:
+        for old in set(files.checkpoints(directory)[:-keep]) - {files.best(directory)}:
             files.remove(old)
     return str(name)

@@ -1,18 +1,88 @@
-"""Command that plans a run."""
+"""Commands about runs before and after them: topologies by name and compared, plans, reports."""
 
 from __future__ import annotations
 
-import json as json_format
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from tyro.conf import arg
+from tyro.conf import Positional, arg
 
-from decentfn.cli.tables import show
-from decentfn.core.arguments import require
+from decentfn import plots
+from decentfn.cli.tables import show, show_facts
+from decentfn.core.arguments import MOST_WORKERS, require
 from decentfn.planning import Cluster, Link, Prediction
 from decentfn.planning import plan as planned
+from decentfn.plots.report import page
+from decentfn.topologies import Topology, certificate, mixing_matrix
+from decentfn.topologies import topology as by_name
+from decentfn.topologies.registry import of_size
+
+Workers = Annotated[int, arg(aliases=["-n"])]
+
+
+def topology(
+    name: Positional[str],
+    num_workers: Workers,
+    *,
+    local_world_size: int | None = None,
+    matrices: bool = False,
+    json: bool = False,
+    plot: Path | None = None,
+) -> None:
+    """Show a topology's certificate.
+
+    Args:
+        name: the registered name.
+        num_workers: N.
+        local_world_size: workers of a node, for hierarchical families.
+        matrices: print the mixing matrix of each step of a period, too.
+        json: print JSON.
+        plot: draw the graphs into this file.
+    """
+    options: dict[str, Any] = {} if local_world_size is None else {"local_world_size": local_world_size}
+    try:
+        made = by_name(name, num_workers, **options)
+    except TypeError as error:  # an option that it does not have, or one that is missing
+        raise ValueError(str(error)) from None
+    facts = _facts(made)
+    if matrices:
+        facts |= {f"W({t})": mixing_matrix(made, t).tolist() for t in made.cycle or range(1)}
+    show_facts(facts, as_json=json)
+    if plot is not None:
+        plots.topology(made).savefig(plot, dpi=150)
+
+
+def topologies(num_workers: Workers, *, local_world_size: int | None = None, json: bool = False) -> None:
+    """Compare all topologies of N workers.
+
+    Args:
+        num_workers: N.
+        local_world_size: workers of a node, for hierarchical families; None leaves those out that need it.
+        json: print JSON.
+    """
+    found = of_size(num_workers, local_world_size)
+    require(len(found) > 0, "topologies", f"none has so many; 1 to {MOST_WORKERS}.", num_workers=num_workers)
+    rows = [_facts(made) | {"name": name} for name, made in found.items()]
+    show(rows, as_json=json)
+
+
+def _facts(made: Topology) -> dict[str, Any]:
+    c = certificate(made)
+    return {
+        "name": c.name,
+        "workers": c.num_workers,
+        "period": c.period or "random",
+        "degree": c.degree,
+        "payloads/step": c.payloads_per_step,
+        "exact after": c.steps_to_consensus,
+        "gap": c.spectral_gap,
+        "gap/step": c.gap_per_step,
+        "contraction": c.expected_contraction,
+        "noise spread": c.noise_spread,
+        "doubly stochastic": c.is_doubly_stochastic,
+        "symmetric": c.is_symmetric,
+    }
 
 
 def _count(text: str) -> int:
@@ -76,7 +146,7 @@ def plan(
     if json:
         said = {"recommended": _row(made.recommended), "reason": made.reason, "links": made.links}
         said |= {"reordered": _row(made.reordered)} if made.reordered else {}
-        print(json_format.dumps(said | {"predictions": [_row(p) for p in made.predictions]}, indent=1))
+        show_facts(said | {"predictions": [_row(p) for p in made.predictions]}, as_json=True)
     else:
         distinct = {(p.method, p.seconds, p.between, p.gap): p for p in reversed(made.predictions)}
         show([_row(p) for p in sorted(distinct.values(), key=made.predictions.index)])
@@ -99,3 +169,16 @@ def _row(p: Prediction) -> dict[str, Any]:
         "checkpoint GB": p.checkpoint / 1e9,
         "limited by": p.bottleneck.removeprefix("links "),
     }
+
+
+def report(runs: Positional[tuple[Path, ...]], *, out: Path = Path("report.html")) -> None:
+    """Write one HTML file that shows runs from their logs, and timelines of workers.
+
+    Args:
+        runs: directories with logs (*.jsonl) or with traces and timelines (trace*.json, timeline*.json), or such files.
+        out: the file, for a browser; it needs no network.
+    """
+    if not runs:
+        raise ValueError("report: name a run's directory or log, `decentfn report runs/a`.")
+    out.write_text(page(runs), encoding="utf-8")
+    print(out)

@@ -1,4 +1,4 @@
-"""Resizing: continue a run with another number of workers, which all start from the mean of the old ones."""
+"""Changes of a state between two steps: other parameters, another learning rate, another number of workers."""
 
 from __future__ import annotations
 
@@ -9,19 +9,139 @@ import torch
 from torch import Tensor
 
 from decentfn.comm import collectives
-from decentfn.core import PyTree, first_difference, trees
+from decentfn.comm.fingerprint import require_equal, require_equal_rows
+from decentfn.core import PyTree, brief, first_difference, over_workers, real, trees
 from decentfn.core.buckets import Buckets, Plan, cast_like, is_finite, with_own
 from decentfn.engine.simulation import stack
 from decentfn.errors import NonFinite
-from decentfn.kit.state import State, lines_of, restarted
+from decentfn.kit.state import State, is_state, lines_of, restarted
 from decentfn.kit.step import Algorithm, require_algorithm
-from decentfn.train.consensus import is_stacked
+from decentfn.optim.transforms.basic import RateState, current_rate, rates
+from decentfn.train.consensus import buckets_of, is_stacked, to_evaluate
 from decentfn.train.own_steps import memory_of
 
+_SET = "set_learning_rate(state, rate)"
 _CALL = "resize(state, algorithm)"
 
 Rule = Callable[[Iterable[Tensor]], Tensor]
 """Function from the old workers' values of a leaf to the new workers' common value."""
+
+
+def with_params(state: Any, params: PyTree) -> Any:
+    """Return a copy of the state with other parameters, for example from a checkpoint or an average.
+
+    The optimizer's state and the buffers are kept. The algorithm's memory (slow copies, trackers, momentum,
+    corrections, errors, in-flight messages, the average of `df.ema`) restarts from the new parameters. Set the
+    parameters of all workers in the same step (under torchrun on every rank), or memories stay inconsistent. `t` counts
+    on; a run from t = 0 starts with `init`.
+
+    Args:
+        state: a training state, `State(params, local, memory)`.
+        params: a tree like the one given to `init`, `[N, ...]` if stacked; a tied leaf is read from its first place.
+
+    Raises:
+        ValueError: leaves, shapes or dtypes that differ from the state's, or a memory without `restart`; on every rank,
+            unequal parameters if the algorithm needs equal starts (`all_reduce`, `demo`, ...).
+    """
+    x = buckets_of(state)
+    expected = [
+        (name, leaf.shape, leaf.dtype)
+        for name, leaf in trees.named_leaves(x.plan.without_values(x[0].shape[:-1]).tree())
+    ]
+    given = [(name, leaf.shape, leaf.dtype) for name, leaf in trees.named_leaves(params)]
+    if given != expected:
+        got, want = first_difference(given, expected)
+        rule = f"found {got} where the state has {want} (name, shape, dtype); pass a tree like df.params(state)."
+        raise ValueError(f"with_params(state, params): {rule}")
+    new = x.plan.lay_out(params, workers=tuple(x[0].shape[:-1]))
+    new = Buckets([new.to(old.device) for new, old in zip(new, x, strict=True)], x.plan)
+    if x.plan.starts_equal:
+        require_equal("with_params(state, params)", {"params": new.shared()})
+        if is_stacked(state):
+            require_equal_rows("with_params(state, params)", {"params": new.shared()})
+    new = to_evaluate(state._replace(params=new), back=True)
+    changed = with_memory(restarted, state, new)
+    changed.params.taken_at = x.taken_at  # the run goes on
+    return changed
+
+
+def with_memory(restart: Callable[[Any, Buckets], Any], state: Any, x: Buckets) -> Any:
+    """Return a copy of the state with the parameters `x` and the memory `restart(memory, x)`, of each worker here."""
+
+    def one(state: State, x: Buckets) -> State:
+        return state._replace(params=x, memory=restart(state.memory, x))
+
+    # Leaves that do not depend on the worker come back expanded.
+    new = over_workers(one, x[0].shape[0], state, x) if is_stacked(state) else one(state, x)
+    return trees.map(lambda leaf: leaf.clone(memory_format=torch.contiguous_format), new)
+
+
+def learning_rate(state: State) -> Tensor:
+    """Return the learning rate of the next update, or of the last one if it follows a schedule.
+
+    Returns:
+        0-d float64, `[N]` for a stacked state of N workers; with G parameter groups a last axis `[G]`, in their order.
+
+    Raises:
+        ValueError: not a training state, or its optimizer keeps no learning rate.
+    """
+    rate = current_rate(_optimizer_of("learning_rate(state)", state))
+    assert rate is not None
+    return rate
+
+
+def set_learning_rate(state: State, rate: float | Tensor) -> State:
+    """Return a copy of the state with another learning rate, as for a schedule that follows a metric.
+
+    The optimizer was built with a number, as in `df.adamw(3e-4)`. A compiled step is not compiled again, and a
+    checkpoint keeps the rate. A schedule is lowered by a tensor that it multiplies: `factor = torch.tensor(1.0)`,
+    `df.adamw(lambda count: factor * schedule(count))`, and then `factor.fill_(0.1)` on every rank. Nothing is compiled
+    again; a checkpoint does not keep the factor, so save it in `extra`.
+
+    Args:
+        state: a training state, stacked or not; it is not changed.
+        rate: finite, >= 0; one number for all, or a tensor of the shape of `df.learning_rate(state)`: a rate for each
+            simulated worker and each parameter group.
+
+    Raises:
+        ValueError: a rate out of range or of another shape, one that follows a schedule, or no rate in the state.
+    """
+    opt = _optimizer_of(_SET, state)
+    if any(node.is_scheduled for node in rates(opt)):
+        raise ValueError(
+            f"{_SET}: the optimizer's learning rate follows a schedule, which would overwrite it; build the optimizer with "
+            "a number, df.adamw(3e-4), and set every rate, or multiply the schedule by a tensor and fill that: factor = "
+            "torch.tensor(1.0), df.adamw(lambda count: factor * schedule(count)), factor.fill_(0.1)."
+        )
+    old = learning_rate(state)
+    if isinstance(rate, Tensor):
+        new = rate.detach().to(old.device, torch.float64)
+        if new.dim() and new.shape != old.shape:
+            raise ValueError(
+                f"{_SET}: the rate has shape {list(new.shape)}; expected one number, or {list(old.shape)} as "
+                "df.learning_rate(state)."
+            )
+    else:
+        new = torch.tensor(float(real(_SET, "rate", rate)), dtype=torch.float64, device=old.device)
+    if not bool(((new >= 0) & torch.isfinite(new)).all()):
+        raise ValueError(f"{_SET}: rate={brief(rate)}: a learning rate is a finite number >= 0.")
+    several = len(rates(opt)) > 1
+    rows = iter(new.expand(old.shape).unbind(-1) if several else [new.expand(old.shape)])
+    opt = trees.map_nodes(RateState, lambda node: RateState(next(rows)), opt)
+    copied = trees.map(torch.clone, state._replace(local=state.local._replace(opt=opt)))
+    copied.params.taken_at = state.params.taken_at  # the run goes on, perhaps in another epoch
+    return copied
+
+
+def _optimizer_of(call: str, state: State) -> object:
+    if not is_state(state):
+        raise ValueError(f"{call}: found a {type(state).__name__}; expected a training state, from init(params).")
+    if not rates(state.local.opt):
+        raise ValueError(
+            f"{call}: the optimizer keeps no learning rate in its state; df.sgd, df.adamw and all that end in "
+            "df.transforms.scale_by_learning_rate do, and so do those of df.from_torch."
+        )
+    return state.local.opt
 
 
 def resize(state: State, algorithm: Algorithm) -> State:

@@ -1,32 +1,126 @@
-"""Shards of modules that PyTorch has sharded over processes, by `fully_shard` (FSDP2) or `parallelize_module`.
+"""Workers of several processes: their groups and the sum over them; modules that PyTorch has sharded over them.
 
-FSDP2 takes a second to import, so it is imported only for a sharded module.
+A module is sharded by `fully_shard` (FSDP2) or `parallelize_module`. FSDP2 takes a second to import, so it is imported only
+for a sharded module.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterable
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from decentfn.comm.collectives import World, all_processes, close, met
-from decentfn.core.arguments import brief
+from decentfn.comm.collectives import World, all_processes, close, kept_world, met, outside_error, replace_world, world
+from decentfn.core import brief, context, require
 from decentfn.core.buckets import Place, Places
+from decentfn.core.scalars import operator
+from decentfn.errors import RunError, StepMismatch
+from decentfn.torch_private import inductor
 from decentfn.torch_private.distributed import offset_of_shard
+
+_ops = torch.ops.decentfn
+
+
+def split_workers(processes_per_worker: int) -> World:
+    """Make every `processes_per_worker` consecutive ranks one worker and return the world of all; collective."""
+    before, size = all_processes(), processes_per_worker
+    rule = "ranks that are threads (df.testing.on_ranks) are a worker each; start processes, with torchrun."
+    require(context.world is None, f"init(processes_per_worker={size})", rule)
+    if (known := kept_world(size)) is not None:
+        replace_world(known)
+        return known
+    own, outer, within, mesh, gossip = before.identity, before.channels, None, None, None
+    identity = replace(own, processes_per_worker=size, num_workers=own.size // size)
+    if size > 1:
+        ranks = torch.arange(own.size).view(-1, size)
+        rows = [outer.new_group(tuple(row)) for row in ranks.tolist()]
+        columns = [outer.new_group(tuple(column)) for column in ranks.T.tolist()]
+        across, within = columns[identity.process], rows[identity.worker]
+        names = ("worker", "shard")
+        mesh = DeviceMesh.from_group([across, within], own.device.type, mesh=ranks, mesh_dim_names=names)
+        of_gossip = replace(
+            identity,
+            rank=identity.worker,
+            size=identity.num_workers,
+            processes=range(identity.process, own.size, size),
+            size_at_start=identity.num_workers,
+        )
+        gossip = World(outer.partitioned(of_gossip, within, mesh, across))
+    here = World(outer.partitioned(identity, within, mesh))
+    here.split(gossip)
+    replace_world(here)
+    return here
+
+
+def _sum_within_worker(x: Tensor, size: int, after: Tensor | None) -> Tensor:
+    """Sum over this worker's `size` consecutive processes, all of them or a tensor-parallel group, once all are at this call."""
+    here, what = world(), "a sum over a worker's processes"
+    total = x.clone(memory_format=torch.contiguous_format)
+    every, session, group = here.all_processes, here.session, here.channels.intra_worker
+    if group is None:
+        return total
+    first = every.rank - every.rank % size
+    ranks = range(first, first + size)
+    if size < every.processes_per_worker:
+        group = every.channels.subgroup(tuple(ranks))
+    if not session.is_running:
+        with met(here, what, total, ranks, group) as (outside, _):
+            outside.allreduce([total]).wait()
+        return total
+    try:
+        if (other := session.board.other_in_group(group, ranks, [session.at, x.nbytes], total)) is not None:
+            rank, t, nbytes = other
+            raise StepMismatch(
+                f"{what}: process {every.rank} is at t={session.at} with {x.nbytes:,} bytes, process {rank} at t={t} with "
+                f"{nbytes:,}; every process must call the step with the same t, equally often",
+                process=every.rank,
+                step=session.at,
+                peer=rank,
+            )
+        since = time.monotonic()
+        group.allreduce([total]).wait()
+    except RunError:
+        raise
+    except RuntimeError as error:
+        raise outside_error(here, what, error, listens=False) from error
+    for counted in here.counters:  # rings: a sum passes twice
+        share = round((size - 1) / size * x.nbytes) * 2
+        counted.within_worker.bytes_sent += share
+        counted.within_worker.bytes_received += share
+        counted.within_worker.seconds_waited += time.monotonic() - since
+    return total
+
+
+def make_tp_groups(size: int) -> None:
+    """Make the missing tensor-parallel groups of `size` processes; collective over all processes."""
+    whole = all_processes()
+    if size < whole.processes_per_worker:
+        whole.channels.make_subgroups([tuple(range(i, i + size)) for i in range(0, whole.size, size)])
+
+
+operator(
+    "sum_within_worker(Tensor x, int processes, Tensor? after) -> Tensor",
+    _sum_within_worker,
+    lambda x, processes, after: torch.empty_like(x),
+    lambda info, in_dims, x, *others: (_ops.sum_within_worker(x, *others), in_dims[0]),
+)
+inductor.keep_in_order("sum_within_worker")
+
+
+# -- modules -----------------------------------------------------------------------------------------------------------
 
 
 def is_sharded(module: nn.Module) -> bool:
     """Return True if a part of the module is sharded over processes."""
     if "torch.distributed.tensor" not in sys.modules:
         return False
-    from torch.distributed.tensor import DTensor
-
-    return any(is_fully_sharded(m) for m in module.modules()) or any(
-        isinstance(p, DTensor) for p in module.parameters()
-    )
+    return any(map(is_fully_sharded, module.modules())) or any(map(_is_placed, module.parameters()))
 
 
 def require_unwrapped(module: nn.Module) -> None:
@@ -52,10 +146,15 @@ def require_unwrapped(module: nn.Module) -> None:
 
 def local(x: Tensor) -> Tensor:
     """Return this process's shard of a parameter as a view; a plain tensor is returned unchanged."""
-    return x.to_local() if hasattr(x, "to_local") else x  # pyright: ignore[reportAttributeAccessIssue]
+    return x.to_local() if _is_placed(x) else x
 
 
-def is_fully_sharded(module: nn.Module) -> bool:
+def _is_placed(x: object) -> TypeGuard[Any]:
+    """Return True for a DTensor."""
+    return hasattr(x, "device_mesh")
+
+
+def is_fully_sharded(module: nn.Module) -> TypeGuard[Any]:
     """Return True if `fully_shard` was called on the module: each process has its own batch and gathers parameters."""
     from torch.distributed.fsdp import FSDPModule
 
@@ -77,7 +176,7 @@ def partition_of(module: nn.Module) -> Partition:
     The consecutive processes that compute one batch together: all under tensor parallelism, one under `fully_shard`,
     and under both as many as the mesh's inner axis.
     """
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import Replicate, Shard
 
     here, call = all_processes(), f"df.functional({type(module).__name__})"
     way_out = (
@@ -87,13 +186,13 @@ def partition_of(module: nn.Module) -> Partition:
         raise ValueError(f"{call}: the module is sharded, but a worker is one process; call {way_out}.")
     own_shards(module)
     mine = here.mesh["shard"].mesh.flatten().tolist()
-    has_shards = any(is_fully_sharded(m) for m in module.modules())
-    meshes = [p.device_mesh for p in module.parameters() if isinstance(p, DTensor)]
+    has_shards = any(map(is_fully_sharded, module.modules()))
+    meshes = [p.device_mesh for p in module.parameters() if _is_placed(p)]
     tp_size = max((mesh.shape[-1] for mesh in meshes if mesh.ndim == 2), default=1) if has_shards else len(mine)
     of_other_tp_groups = mine[here.process % tp_size :: tp_size]  # with this one's index in its own group
     common = set[str]()
     for name, p in module.named_parameters():
-        if not isinstance(p, DTensor):
+        if not _is_placed(p):
             if has_shards:
                 raise ValueError(
                     f"{call}: parameter {name!r} is whole on every process and others are sharded; call fully_shard on the "
@@ -117,7 +216,7 @@ def partition_of(module: nn.Module) -> Partition:
             )
         if any(placement.is_replicate() for placement in p.placements) or has_shards and is_one_axis and tp_size > 1:
             common.add(name)
-    strange = [name for name, b in module.named_buffers() if isinstance(b, DTensor)]
+    strange = [name for name, b in module.named_buffers() if _is_placed(b)]
     if strange:
         raise ValueError(f"{call}: the buffers {brief(strange)} are DTensors; give their modules no parallel style.")
     found = [(name, _offset(p), p.shape) for name, p in module.named_parameters()]
@@ -127,27 +226,21 @@ def partition_of(module: nn.Module) -> Partition:
 
 def own_shards(module: nn.Module) -> None:
     """Reset the module's parameters to its shards: after a forward pass alone, some are unsharded."""
-    from torch.distributed.fsdp import FSDPModule
-
     for m in module.modules():
-        if isinstance(m, FSDPModule):
+        if is_fully_sharded(m):
             m.reshard()
             m.set_requires_gradient_sync(True, recurse=False)
 
 
 def leave(module: nn.Module) -> None:
     """Close the module's connections: the other processes fail in it at once instead of waiting for this one."""
-    meshes = {p.device_mesh for p in module.parameters() if hasattr(p, "device_mesh")}  # pyright: ignore[reportAttributeAccessIssue]
+    meshes = {p.device_mesh for p in module.parameters() if _is_placed(p)}
     close([group for mesh in meshes for group in mesh.get_all_groups()])
 
 
 def placed_like(grad: Tensor, p: nn.Parameter) -> Tensor:
     """Return this process's shard of a parameter's gradient as a view, after any pending sum."""
-    from torch.distributed.tensor import DTensor
-
-    if isinstance(grad, DTensor) and isinstance(p, DTensor):
-        grad = grad.redistribute(placements=p.placements)
-    return local(grad)
+    return local(grad.redistribute(placements=p.placements) if _is_placed(grad) and _is_placed(p) else grad)
 
 
 def unsharded(shards: Iterable[tuple[nn.Parameter, Tensor]]) -> list[Tensor | None]:
@@ -168,7 +261,7 @@ def as_placed(p: nn.Parameter, shard: Tensor) -> Tensor:
     """Return this process's shard as a DTensor placed like the parameter; itself if the parameter is not sharded."""
     from torch.distributed.tensor import DTensor
 
-    if not isinstance(p, DTensor):
+    if not _is_placed(p):
         return shard
     return DTensor.from_local(shard, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
@@ -199,6 +292,4 @@ def _own_processes(here: World) -> range:
 
 def _offset(p: Tensor) -> tuple[int, ...] | None:
     """Return the offset of this process's shard; None if the tensor is not sharded."""
-    from torch.distributed.tensor import DTensor
-
-    return offset_of_shard(p) if isinstance(p, DTensor) else None
+    return offset_of_shard(p) if _is_placed(p) else None
