@@ -25,8 +25,9 @@ import decentfn
 from decentfn.comm.collectives import Channels, World
 from decentfn.comm.fingerprint import as_bytes
 from decentfn.core import require, trees
-from decentfn.elastic.connections import Liveness, reported_as
+from decentfn.elastic.connections import reported_as
 from decentfn.elastic.generation import Generation, Members, generation_of
+from decentfn.elastic.liveness import Liveness
 from decentfn.elastic.roll_call import POLL_S, Decision, from_json
 from decentfn.errors import ExchangeTimeout, PlanMismatch
 from decentfn.kit.state import lines_of

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
-from decentfn.elastic.connections import Liveness
+from decentfn.elastic.liveness import Liveness
 
 _Told = TypeVar("_Told")
 

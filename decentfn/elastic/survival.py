@@ -23,6 +23,7 @@ from decentfn.core import PyTree, as_step, brief, brief_error
 from decentfn.core.buckets import Buckets
 from decentfn.elastic import connections, joining
 from decentfn.elastic.generation import Generation, Members, awaited_run, begin, generation_of, go_on
+from decentfn.elastic.liveness import Liveness
 from decentfn.elastic.roll_call import Decision, Note, hold, places_of
 from decentfn.errors import ExchangeTimeout, LeftBehind, PeerLost, RunError, StepMismatch
 from decentfn.kit.state import State, kept
@@ -152,7 +153,7 @@ class _Survivor:
         self._has_begun = False
         self._looked = 0.0
         self._store: Store
-        self._liveness: connections.Liveness
+        self._liveness: Liveness
 
     def take(self, step: Callable[..., tuple[Any, Any]], now: _Inputs) -> tuple[Any, Any]:
         here = collectives.world()
@@ -196,7 +197,7 @@ class _Survivor:
 
     def _announce(self, seat: int) -> None:
         """Let others see that this process exists."""
-        self._liveness, self._has_begun = connections.Liveness(PrefixStore("survive", self._store), seat), True
+        self._liveness, self._has_begun = Liveness(PrefixStore("survive", self._store), seat), True
 
     def _looks(self, here: World) -> bool:
         """Accept probes at intervals; return True on the first worker if somebody waits to join."""

@@ -1,24 +1,18 @@
-"""Options that all algorithms take in addition to their own hyperparameters, and the start of a run by them."""
+"""Options that all algorithms take in addition to their own hyperparameters."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from numbers import Real
 from typing import Any, TypedDict
 
 import torch
 
-from decentfn import sharded
-from decentfn.comm import collectives
-from decentfn.comm.fingerprint import agree, compare, digest, fingerprint, label
-from decentfn.core import PyTree, brief, no_such_argument, require, trees
-from decentfn.core.buckets import Buckets, flatten
+from decentfn.core import brief, no_such_argument, require
 from decentfn.gradient import LossFn, require_loss
-from decentfn.optim.transforms.transform import masks_of, require_descent, require_pair, wants_mix
-from decentfn.sharded import Partition
+from decentfn.optim.transforms.transform import require_descent, require_pair, wants_mix
 from decentfn.topologies import Topology
 
 _log = logging.getLogger("decentfn")
@@ -114,57 +108,3 @@ def left_out(shared: Shared, names: Sequence[str]) -> frozenset[str]:
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def lay_out(
-    params: PyTree,
-    optimizers: Sequence[Any],
-    topologies: Sequence[Topology],
-    bucket_mb: float,
-    wire_dtype: torch.dtype | None,
-    shared: Shared,
-    partition: Partition,
-) -> Buckets:
-    """Copy `params` into buckets, make the groups of all `topologies`, its own first, and compare ranks. Collective."""
-    masks = masks_of(*optimizers)
-    try:
-        size = collectives.processes_per_worker()
-        rule = f"the algorithm was built for workers of {partition.processes} processes, and now they have {size}; call"
-        require(
-            size == partition.processes, "init(params)", f"{rule} df.init(processes_per_worker=...) once, before it."
-        )
-        own = left_out(shared, [name for name, _ in trees.named_leaves(params)])
-        x = flatten(params, bucket_mb=bucket_mb, masks=masks, left_out=own, **partition._asdict())
-        for optimizer in optimizers:
-            require_descent(optimizer, x.plan)
-        if wire_dtype is not None and all(bucket.dtype.itemsize < wire_dtype.itemsize for bucket in x):
-            raise ValueError(
-                f"wire_dtype={wire_dtype} is wider than every parameter ({x[0].dtype}), so all are sent unchanged; leave it out."
-            )
-        if topologies[0].num_workers % (here := collectives.world()).size:
-            collectives.refuse_size(here, 1, topologies[0].num_workers, "init(params)")
-        devices = {tensor.device: plan.segments[0].name for tensor, plan in zip(x, x.plan.buckets, strict=True)}
-        if len(devices) > 1:
-            where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
-            rule = "a worker's parameters are on one device: model.to(df.init().device) before."
-            raise ValueError(f"init(params): {where}; {rule}")
-        [device] = devices
-        collectives.require_messages_from("init(params)", device)
-    except Exception as error:
-        agree([f"{type(error).__name__}: {error}"])  # otherwise ranks without an error would wait for this one
-        raise
-    agree(fingerprint(x.plan, topologies[0], device, masks), x.plan.describe())
-    if partition.tp_size > 1:
-        common = [(name, leaf) for name, leaf in trees.named_leaves(params) if name in partition.common]
-        lines = [f"{name} with digest {digest(leaf)}" for name, leaf in common]
-        rule = "the processes of a worker start equal: make them after torch.manual_seed(0) on each"
-        compare("init(params)", [], rule, of_tp_group=lines, tp_size=partition.tp_size)
-        sharded.make_tp_groups(partition.tp_size)
-    for topology in topologies:
-        if topology.groups is not None:
-            collectives.make_groups(topology.groups)
-    collectives.compare_steps()
-    if collectives.all_processes().rank == 0:
-        values, mib = sum(bucket.numel for bucket in x.plan.buckets), x.plan.nbytes / 2**20
-        _log.info("run: %d values (%.4g MiB) in %d buckets, %r", values, mib, len(x), topologies[0])
-    return Buckets(x, replace(x.plan, topology=label(topologies[0])))

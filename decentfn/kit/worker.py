@@ -27,8 +27,9 @@ from decentfn.gradient import (
     partition_of_loss,
     where_good,
 )
-from decentfn.kit.options import DEFAULTS, Options, lay_out, require_arguments
+from decentfn.kit.options import DEFAULTS, Options, require_arguments
 from decentfn.kit.preconditions import fast_gossip_momentum, require_whole
+from decentfn.kit.start import lay_out
 from decentfn.kit.state import Local, Metrics, State
 from decentfn.kit.step import Algorithm, Step
 from decentfn.optim.transforms.basic import current_rate

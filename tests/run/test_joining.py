@@ -15,9 +15,9 @@ import decentfn as df
 from decentfn.comm.collectives import Channels, Identity, World, use, world
 from decentfn.core import trees
 from decentfn.elastic import survival
-from decentfn.elastic.connections import Liveness
 from decentfn.elastic.generation import generation_of
 from decentfn.elastic.joining import await_admission, new_seat, open_run, wait_for_run
+from decentfn.elastic.liveness import Liveness
 from decentfn.testing import on_ranks
 from tests.run import survivors
 from tests.run.survivors import F64, RATE, gradient, loss_fn, start_params

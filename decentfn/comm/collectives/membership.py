@@ -10,8 +10,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from decentfn.comm.collectives.channels import CPU, Channels, Identity
+from decentfn.comm.collectives.channels import Channels
 from decentfn.comm.collectives.forks import wait_for_gloo, wait_for_gloo_before_forks
+from decentfn.comm.collectives.identity import CPU, Identity
 from decentfn.comm.collectives.world import World, worlds
 from decentfn.core.context import context
 from decentfn.torch_private.dynamo import constant_while_traced

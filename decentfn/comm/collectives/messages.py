@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from decentfn.comm.collectives.channels import Identity
 from decentfn.comm.collectives.failures import has_timed_out, lost_message_error, step_mismatch
+from decentfn.comm.collectives.identity import Identity
 from decentfn.comm.collectives.membership import world
 from decentfn.comm.collectives.session import TAGS, Call, Lost, Part, Session
 from decentfn.comm.collectives.world import NO_HOOKS, World
