@@ -84,35 +84,25 @@ def gradient_tracking(
         started = torch.zeros((), dtype=torch.bool, device=x[0].device) if form == "atc" else None
         return Memory(kit.zeros_like(x), kit.zeros_like(x), started)
 
-    def atc(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
+    def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x, (y, g, started) = state.params, state.memory
-        gradient, local = worker.gradient(x, state.local, batch, t)
+        y_posted = worker.post(y, t, late) if started is None else None
+        x_posted = worker.post(x, t) if form == "awc" else None
+        posted = [its for its in (y_posted, x_posted) if its is not None]
+        gradient, local = worker.gradient(x, state.local, batch, t, after=posted or None)
         g_new = gradient.keep(kit.widen(gradient.grads), g)
-        assert started is not None
-        y = kit.where(started, worker.mix(kit.add(y, kit.each(torch.sub, g_new, g)), t, late), g_new)
-        u, local = worker.update(kit.cast_like(y, x), gradient, local, x)
-        return kit.State(
-            worker.mix(kit.add(x, u), t), local, Memory(y, g_new, torch.ones_like(started))
-        ), gradient.metrics
-
-    def semi_atc(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
-        x, (y, g, _) = state.params, state.memory
-        y_posted = worker.post(y, t, late)
-        gradient, local = worker.gradient(x, state.local, batch, t, after=y_posted)
-        g_new = gradient.keep(kit.widen(gradient.grads), g)
-        y = kit.add(kit.collect(y_posted, after=gradient.grads), kit.each(torch.sub, g_new, g))
-        u, local = worker.update(kit.cast_like(y, x), gradient, local, x)
-        return kit.State(worker.mix(kit.add(x, u), t), local, Memory(y, g_new, None)), gradient.metrics
-
-    def awc(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
-        x, (y, g, _) = state.params, state.memory
-        y_posted, x_posted = worker.post(y, t, late), worker.post(x, t)
-        gradient, local = worker.gradient(x, state.local, batch, t, after=(y_posted, x_posted))
-        g_new = gradient.keep(kit.widen(gradient.grads), g)
-        y = kit.add(kit.collect(y_posted, after=gradient.grads), kit.each(torch.sub, g_new, g))
+        change = kit.each(torch.sub, g_new, g)
+        if y_posted is None:
+            assert started is not None
+            y = kit.where(started, worker.mix(kit.add(y, change), t, late), g_new)
+            started = torch.ones_like(started)
+        else:
+            y = kit.add(kit.collect(y_posted, after=gradient.grads), change)
         u, local = worker.update(kit.cast_like(y, x), gradient, local, x, posted=x_posted)
-        return kit.State(
-            kit.add(kit.collect(x_posted, after=gradient.grads), u), local, Memory(y, g_new, None)
-        ), gradient.metrics
+        if x_posted is None:
+            x = worker.mix(kit.add(x, u), t)
+        else:
+            x = kit.add(kit.collect(x_posted, after=gradient.grads), u)
+        return kit.State(x, local, Memory(y, g_new, started)), gradient.metrics
 
-    return worker.algorithm({"atc": atc, "semi-atc": semi_atc, "awc": awc}[form], start)
+    return worker.algorithm(step, start)
