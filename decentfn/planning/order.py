@@ -7,7 +7,7 @@ from itertools import combinations, permutations
 
 import numpy as np
 
-from decentfn.planning.traffic import sampled
+from decentfn.planning.methods import sampled
 from decentfn.timing import Cluster
 from decentfn.timing.network import Network, messages_of
 from decentfn.topologies import Topology, relabel
