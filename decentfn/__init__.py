@@ -8,7 +8,7 @@ The main functions, the algorithms and the common optimizers are here. Everythin
 `df.planning`, `df.testing` and `df.plots`.
 """
 
-from decentfn import algorithms, compressors, errors, kit, planning, plots, testing, timing, topologies
+from decentfn import algorithms, compressors, errors, kit, planning, plots, testing, timing, topologies, train, wrappers
 from decentfn.algorithms.a2cid2 import a2cid2
 from decentfn.algorithms.adapt_then_combine import adapt_then_combine
 from decentfn.algorithms.adapt_while_communicate import adapt_while_communicate
@@ -95,12 +95,10 @@ __all__ = [
     "adamw",
     "algorithms",
     "autograd",
-    "average_buffers",
     "broadcast",
     "buffers",
     "chain",
     "check_replicas",
-    "checkpoint",
     "clip_by_global_norm",
     "clock",
     "compile",
@@ -108,36 +106,27 @@ __all__ = [
     "consensus_buffers",
     "consensus_distance",
     "consensus_mean",
-    "data",
     "distance_in_steps",
     "distance_to_consensus",
     "donate",
     "draws",
     "dynamic_loss_scale",
-    "ema",
-    "ema_params",
-    "ema_state",
     "errors",
     "evaluate",
     "evaluate_replicas",
     "from_torch",
     "functional",
     "gather",
-    "guard",
-    "init",
     "join",
     "kit",
     "learning_rate",
     "load_state_dict",
-    "logs",
     "mean",
-    "mix_state",
     "mixing_matrix",
     "params",
     "plan",
     "planning",
     "plots",
-    "preemption",
     "profiling",
     "register_topology",
     "resize",
@@ -161,3 +150,5 @@ __all__ = [
     "worker",
 ]
 __all__ += algorithms.__all__
+__all__ += train.__all__
+__all__ += wrappers.__all__
