@@ -35,13 +35,12 @@ def reordered(cluster: Cluster, schedules: Sequence[Topology], nbytes: float, *,
     """Return the schedules that are fastest with their workers in the best order, relabeled so, and the calls; none of random rounds."""
     found = [(*_best_order(cluster, made, nbytes, to_each), made) for made in schedules if made.draw is None]
     found.sort(key=lambda its: its[0])
-    return {relabel(made, workers): _call(made, workers) for _, workers, made in found[:_PREDICTED]}
-
-
-def _call(made: Topology, workers: list[int]) -> str:
-    options = "".join(f", {name}={value!r}" for name, value in getattr(made.family, "keywords", {}).items())
-    call = f"df.topology({made.name!r}, {made.num_workers}{options})" if made.family else made.name
-    return f"df.topologies.relabel({call}, {workers})"
+    calls = dict[Topology, str]()
+    for _, workers, made in found[:_PREDICTED]:
+        options = "".join(f", {name}={value!r}" for name, value in getattr(made.family, "keywords", {}).items())
+        call = f"df.topology({made.name!r}, {made.num_workers}{options})" if made.family else made.name
+        calls[relabel(made, workers)] = f"df.topologies.relabel({call}, {workers})"
+    return calls
 
 
 def _best_order(cluster: Cluster, topology: Topology, nbytes: float, to_each: bool) -> tuple[float, list[int]]:

@@ -40,7 +40,9 @@ class Replay:
             k = s - self.trace.first[i]
             first = len(self.trace.taken[i][k]) - self.trace.late[i][k]
             its = self.trace.taken[i][k][first:] if late else self.trace.taken[i][k][:first]
-            taken[i] = [self._number(message, i) for message in its]
+            for j, sent in its:
+                slot = self.topology.peers(sent).destinations[j].index(i)
+                taken[i].append((j * self.room + self.trace.places[j, sent]) * self.topology.slots + slot)
         return filled_up(taken)
 
     def offered(self, level: int) -> Offered:
@@ -60,11 +62,6 @@ class Replay:
         if level >= len(levels := self.trace.levels):
             raise ValueError(f"step(state, batch, t={level}): the trace that is replayed has {len(levels)} levels.")
         return levels[level]
-
-    def _number(self, message: Event, receiver: int) -> int:
-        sender, s = message
-        slot = self.topology.peers(s).destinations[sender].index(receiver)
-        return (sender * self.room + self.trace.places[message]) * self.topology.slots + slot
 
 
 def shares_of(topology: Topology, s: int) -> Tensor:
