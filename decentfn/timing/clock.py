@@ -16,8 +16,7 @@ from decentfn.core import draws
 from decentfn.core.arguments import array, at_least, checks_numbers, require
 from decentfn.timing.cluster import Cluster, Links
 from decentfn.timing.network import Messages, Network, group_maximum, messages_of
-from decentfn.timing.replay import LEAST_MASS, shares_of
-from decentfn.timing.trace import Event, Trace, schedule_name
+from decentfn.timing.trace import LEAST_MASS, Event, Trace, schedule_name, shares_of
 from decentfn.topologies import Topology
 
 Outage = tuple[int, float, float]
