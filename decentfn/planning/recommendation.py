@@ -1,4 +1,4 @@
-"""`plan`: all methods on one cluster, the fastest first."""
+"""`plan`: all methods on one cluster, the fastest first, and a faster order of workers where links are unequal."""
 
 from __future__ import annotations
 

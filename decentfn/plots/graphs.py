@@ -48,7 +48,7 @@ def topology(topology: topologies.Topology, phases: Sequence[int] | None = None)
     require(is_list, "df.plots.topology", rule, phases=phases)
     steps = [_step("topology", t) for t in shown]
     columns, blocks = min(len(steps), _COLUMNS), math.ceil(len(steps) / _COLUMNS)
-    figure = blank("topology", max(2.5 * columns, 3.4), 4.9 * blocks + 0.5)
+    figure = _blank("topology", max(2.5 * columns, 3.4), 4.9 * blocks + 0.5)
     rows = figure.subplots(2 * blocks, columns, squeeze=False)
     largest = max(float(topologies.mixing_matrix(topology, t).max()) for t in steps)
     for place, (above, below) in enumerate(zip(rows[::2].flat, rows[1::2].flat, strict=True)):
@@ -75,7 +75,7 @@ def graph(topology: topologies.Topology, t: int, axes: Axes | None = None) -> Fi
     """
     _check("graph", topology)
     step = _step("graph", t)
-    figure, axes = place("graph", axes, 3.4, 3.6)
+    figure, axes = _place("graph", axes, 3.4, 3.6)
     _graph(topology, step, axes)
     return figure
 
@@ -90,7 +90,7 @@ def matrix(topology: topologies.Topology, t: int, axes: Axes | None = None) -> F
     """
     _check("matrix", topology, most=None)
     step, is_mine = _step("matrix", t), axes is None
-    figure, axes = place("matrix", axes, 3.8, 3.4)
+    figure, axes = _place("matrix", axes, 3.8, 3.4)
     _matrix(topology, step, axes, None)
     if is_mine and topology.num_workers > _WITH_VALUES:
         bar = figure.colorbar(axes.images[0], ax=axes, label="weight")
@@ -206,7 +206,7 @@ def _fraction(weight: float) -> str:
     return str(near) if abs(near - weight) < 1e-9 else f"{weight:.2f}"
 
 
-def blank(call: str, width: float, height: float) -> Figure:
+def _blank(call: str, width: float, height: float) -> Figure:
     """Make an empty figure without a window; sizes in inches."""
     try:
         from matplotlib.figure import Figure
@@ -225,9 +225,9 @@ def _png(figure: Figure) -> bytes:
     return file.getvalue()
 
 
-def place(call: str, axes: Any, width: float, height: float) -> tuple[Figure, Axes]:
+def _place(call: str, axes: Any, width: float, height: float) -> tuple[Figure, Axes]:
     """Return the figure and axes to draw on: the user's, or new ones."""
-    figure = blank(call, width, height)
+    figure = _blank(call, width, height)
     if axes is None:
         return figure, figure.add_subplot()
     from matplotlib.axes import Axes
