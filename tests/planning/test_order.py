@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import decentfn as df
-from decentfn.planning import Cluster, Link, order
+from decentfn.planning import Cluster, Link, recommendation
 from decentfn.timing import Links
 
 MB = 40
@@ -66,9 +66,9 @@ def test_the_order_is_the_best_of_all_and_its_call_takes_the_predicted_time(name
 def test_swaps_find_nearly_the_best_of_all_orders(seed, monkeypatch):
     gbit, latency = random_links(7, seed)
     cluster, made = Cluster(7, Link(0.1), links=Links(gbit, latency)), df.topology("static-ring", 7)
-    best, _ = order._best_order(cluster, made, 4e7, False)
-    monkeypatch.setattr(order, "_ALL_OF", 2)
-    swapped, workers = order._best_order(cluster, made, 4e7, False)
+    best, _ = recommendation._best_order(cluster, made, 4e7, False)
+    monkeypatch.setattr(recommendation, "_ALL_OF", 2)
+    swapped, workers = recommendation._best_order(cluster, made, 4e7, False)
     assert best <= swapped <= 1.2 * best and sorted(workers) == list(range(7))
 
 
