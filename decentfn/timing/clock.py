@@ -286,4 +286,4 @@ def _own_steps(clock: Clock, topology: Topology, nbytes: float, steps: int, firs
         its[len(flags) :] = [sum(its[len(flags) :], left)]
         rows[:, len(flags) :, i] = np.nan
     trace = Trace(schedule_name(topology), n, taken, sent, ended, (first,) * n, late)  # pyright: ignore[reportArgumentType]
-    return Timeline(*rows, trace)
+    return Timeline(rows[0], rows[1], rows[2], trace)
