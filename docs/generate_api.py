@@ -65,7 +65,7 @@ def reference(prefix: str, room: ModuleType, names: list[str]) -> str:
 
 
 def page() -> str:
-    flat = [name for name in df.__all__ if not inspect.ismodule(getattr(df, name))]
+    flat = [name for name in sorted(df.__all__) if not inspect.ismodule(getattr(df, name))]
     algorithms = [name for name in flat if name in df.algorithms.__all__]
     sections = [
         ("df", "Algorithms", df, algorithms),

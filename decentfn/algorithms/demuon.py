@@ -18,8 +18,8 @@ from torch import Tensor
 
 from decentfn import kit
 from decentfn.core import trees
-from decentfn.optim.orthogonalize import orthogonalize
 from decentfn.optim.transforms import Transform
+from decentfn.optim.transforms.shaped import orthogonalize
 from decentfn.optim.transforms.transform import by_leaf
 from decentfn.topologies import later
 

@@ -44,7 +44,18 @@ class Mail:
     """
 
     def __init__(self, call: str, worker: kit.Worker, schedule: kit.Topology) -> None:
-        _check(call, worker.topology, worker)
+        topology = worker.topology
+        rule = "averages in groups, for which all of a group wait; use a schedule of messages, such as 'one-peer-exp'."
+        require(not topology.has_groups, call, rule, topology=topology.name)
+        smallest = least_self_weight(topology)
+        rule = f"a self-weight of {smallest:g}: a worker would give all of its mass away, and divide by nothing; use positive ones."
+        require(smallest > 0, call, rule, topology=topology.name)
+        rule = "mail carries all parameters; leave it out, or use stochastic_gradient_push."
+        require(worker.shared is None, call, rule, shared=worker.shared)
+        rule = "the processes of a worker would take different mail; each worker is one process."
+        require(worker.partition.processes == 1, call, rule, processes_per_worker=worker.partition.processes)
+        rule = "df.dynamic_loss_scale(agree=True) needs all workers in the same step; pass agree=False, a scale for each worker."
+        require(worker.scaling is None or not worker.scaling.agree, call, rule)
         self._worker, self._schedule = worker, schedule
 
     def start(self, z: kit.Buckets) -> Memory:
@@ -129,15 +140,7 @@ def with_mail(z: kit.Buckets, w: Tensor, sums: list[Tensor], mass: Tensor) -> tu
     return kit.each(lambda b, s: (b + s / divisor.to(s.dtype)).to(b.dtype), z, kit.Buckets(sums, z.plan)), total
 
 
-def _check(call: str, topology: kit.Topology, worker: kit.Worker) -> None:
-    rule = "averages in groups, for which all of a group wait; use a schedule of messages, such as 'one-peer-exp'."
-    require(not topology.has_groups, call, rule, topology=topology.name)
-    smallest = min(float(topology.round(t).weights[:, 0].min()) for t in topology.steps(_SAMPLED))
-    rule = f"a self-weight of {smallest:g}: a worker would give all of its mass away, and divide by nothing; use positive ones."
-    require(smallest > 0, call, rule, topology=topology.name)
-    rule = "mail carries all parameters; leave it out, or use stochastic_gradient_push."
-    require(worker.shared is None, call, rule, shared=worker.shared)
-    rule = "the processes of a worker would take different mail; each worker is one process."
-    require(worker.partition.processes == 1, call, rule, processes_per_worker=worker.partition.processes)
-    rule = "df.dynamic_loss_scale(agree=True) needs all workers in the same step; pass agree=False, a scale for each worker."
-    require(worker.scaling is None or not worker.scaling.agree, call, rule)
+def least_self_weight(topology: kit.Topology) -> float:
+    """Return the smallest self-weight of a schedule's tables and of sample rounds."""
+    own = [topology.weights[..., 0], *(topology.round(t).weights[:, 0] for t in topology.steps(_SAMPLED))]
+    return min(float(weights.min()) for weights in own)

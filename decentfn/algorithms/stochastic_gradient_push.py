@@ -25,14 +25,12 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
+from decentfn.algorithms.mail import least_self_weight
 from decentfn.comm import collectives, gossip
 from decentfn.core import trees
 from decentfn.core.buckets import loose, wide
 from decentfn.topologies import later, nth_round
 from decentfn.topologies.lossy import arrivals
-
-_SAMPLED = 64
-"""Rounds whose self-weights are checked if messages are late."""
 
 
 class Memory(NamedTuple):
@@ -152,11 +150,7 @@ def _check(topology: kit.Topology, rounds: int, delay: int, least_delay: int | N
         )
     if delay and rounds > 1:
         raise ValueError(f"{call}: later rounds need the answers to earlier ones; use rounds=1 with a delay.")
-    if not delay:
-        return
-    own = [topology.weights[..., 0], *(topology.round(t).weights[:, 0] for t in topology.steps(_SAMPLED))]
-    smallest = min(float(weights.min()) for weights in own)
-    if not smallest > 0:
+    if delay and not (smallest := least_self_weight(topology)) > 0:
         raise ValueError(
             f"{call}: {topology.name!r} has a self-weight of {smallest:g}, so with late messages a worker would have "
             "no weight to divide by; use delay=0, or a topology with positive self-weights."

@@ -18,7 +18,7 @@ from decentfn.gradient.side_channel import SideChannel
 from decentfn.kit.state import is_state
 from decentfn.kit.step import Step
 from decentfn.timing import Trace
-from decentfn.timing.replay import Replay
+from decentfn.timing.trace import Replay
 from decentfn.torch_private import functorch
 
 

@@ -15,8 +15,7 @@ from decentfn.compressors import Compressor
 from decentfn.core import draws, once, real, require, whole_number
 from decentfn.core.buckets import Plan
 from decentfn.gradient import Weight
-from decentfn.optim.schedule_checks import require_schedule
-from decentfn.optim.schedules import constant
+from decentfn.optim.schedules import constant, require_schedule
 from decentfn.optim.transforms.basic import Scalar
 from decentfn.topologies import Topology, mixed, mixing_matrix
 

@@ -18,7 +18,7 @@ from decentfn.core.buckets import Buckets, Plan
 from decentfn.gradient import LossFn, is_by_autograd, tell_of_batch
 from decentfn.gradient.side_channel import SideChannel, with_side_channel
 from decentfn.kit.state import left_alone, require_result
-from decentfn.timing.replay import Replay
+from decentfn.timing.trace import Replay
 from decentfn.topologies import Topology
 from decentfn.torch_private import functorch
 

@@ -6,10 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
-from decentfn.planning.traffic import of_schedule, sampled
+import numpy as np
+
 from decentfn.timing import Cluster, Exchange, clock
+from decentfn.timing.network import Network, messages_of
 from decentfn.topologies import Topology, certificate, complete, one_peer_exp_directed
 
 _FORWARD, _FIRST, _BUCKET = 1 / 3, 2**20, 25 * 2**20
@@ -18,6 +20,7 @@ PARTS = 4
 """Parts of the parameters, which streaming DiLoCo averages one after another."""
 _MOMENTS = 2
 """Copies of the parameters in Adam's state."""
+_SAMPLED = 64
 
 
 @dataclass(frozen=True)
@@ -174,3 +177,30 @@ def _predicted(
         checkpoint=(own + kept) * (cluster.num_workers if has_replicas else 1),
         bottleneck="computation" if is_hidden else slowest,
     )
+
+
+class Payloads(NamedTuple):
+    """Mean over the steps of a schedule, in payloads (one payload: the parameters of a worker)."""
+
+    sent: float
+    """Payloads that a worker sends in a step, on average."""
+    between: float
+    """Payloads through the busiest interface between nodes, in its busier direction."""
+    inside: float
+    """Payloads between a worker and others of its node, in its busier direction, of the busiest worker."""
+
+
+def sampled(topology: Topology) -> range:
+    """Return the steps of a schedule's first period, or some of a random one."""
+    return topology.cycle or range(_SAMPLED)
+
+
+def of_schedule(topology: Topology, cluster: Cluster, *, to_each: bool = False) -> Payloads:
+    """Return the traffic of a topology's steps; averages in groups are ring all-reduces, or messages `to_each` other one."""
+    network, rounds = Network(cluster), list[tuple[float, float, float]]()
+    for t in sampled(topology):
+        m = messages_of(topology, t, network.node, to_each=to_each)
+        both = [np.bincount(at, m.payloads, len(network.out)) for at in network.interfaces(m, network.node)]
+        between, inside = np.split(np.maximum(*both), [cluster.nodes])
+        rounds.append((float(m.payloads.sum()) / len(inside), float(between.max()), float(inside.max())))
+    return Payloads(*map(fmean, zip(*rounds, strict=True)))

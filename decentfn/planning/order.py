@@ -8,7 +8,7 @@ from itertools import combinations, permutations
 
 import numpy as np
 
-from decentfn.planning.traffic import sampled
+from decentfn.planning.methods import sampled
 from decentfn.timing import Cluster, Links
 from decentfn.timing.network import Network, messages_of
 from decentfn.topologies import Topology, complete, relabel

@@ -5,19 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import partial
+from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from decentfn import topologies
 from decentfn.core import as_step, brief, require
-from decentfn.plots import paper
 from decentfn.topologies.rounds import require_topology
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+"""Colors of Okabe and Ito, which color-blind readers can distinguish."""
+BLUE, GRAY = COLORS[0], "#8A8F98"
 _MOST_WORKERS, _MOST_PHASES, _COLUMNS = 256, 12, 4
 _NUMBERED, _WITH_VALUES = 32, 8
 """Most workers with numbers in the graph, and with weights in the matrix."""
@@ -44,7 +48,7 @@ def topology(topology: topologies.Topology, phases: Sequence[int] | None = None)
     require(is_list, "df.plots.topology", rule, phases=phases)
     steps = [_step("topology", t) for t in shown]
     columns, blocks = min(len(steps), _COLUMNS), math.ceil(len(steps) / _COLUMNS)
-    figure = paper.blank("topology", max(2.5 * columns, 3.4), 4.9 * blocks + 0.5)
+    figure = _blank("topology", max(2.5 * columns, 3.4), 4.9 * blocks + 0.5)
     rows = figure.subplots(2 * blocks, columns, squeeze=False)
     largest = max(float(topologies.mixing_matrix(topology, t).max()) for t in steps)
     for place, (above, below) in enumerate(zip(rows[::2].flat, rows[1::2].flat, strict=True)):
@@ -71,7 +75,7 @@ def graph(topology: topologies.Topology, t: int, axes: Axes | None = None) -> Fi
     """
     _check("graph", topology)
     step = _step("graph", t)
-    figure, axes = paper.place("graph", axes, 3.4, 3.6)
+    figure, axes = _place("graph", axes, 3.4, 3.6)
     _graph(topology, step, axes)
     return figure
 
@@ -86,7 +90,7 @@ def matrix(topology: topologies.Topology, t: int, axes: Axes | None = None) -> F
     """
     _check("matrix", topology, most=None)
     step, is_mine = _step("matrix", t), axes is None
-    figure, axes = paper.place("matrix", axes, 3.8, 3.4)
+    figure, axes = _place("matrix", axes, 3.8, 3.4)
     _matrix(topology, step, axes, None)
     if is_mine and topology.num_workers > _WITH_VALUES:
         bar = figure.colorbar(axes.images[0], ax=axes, label="weight")
@@ -139,18 +143,18 @@ def _graph(topology: topologies.Topology, t: int, axes: Axes) -> None:
     radius = min(0.16, 1.9 / n) if n <= _NUMBERED else 1.6 / n
     both, single = _links(topology, t)
     groups = _groups(topology, t)
-    colors = [paper.BLUE] * n
+    colors = [BLUE] * n
     for number, group in enumerate(groups):
-        color = paper.COLORS[number % len(paper.COLORS)]
+        color = COLORS[number % len(COLORS)]
         ground = {"facecolor": color, "edgecolor": color, "linewidth": 8, "joinstyle": "round", "alpha": 0.22}
         axes.add_patch(Polygon([at[i] for i in group], **ground))
         for i in group:
             colors[i] = color
     width = 1.6 if len(both) + len(single) <= 64 else 0.7
-    axes.add_collection(LineCollection([(at[i], at[j]) for i, j in both], colors=paper.GRAY, linewidths=width))
+    axes.add_collection(LineCollection([(at[i], at[j]) for i, j in both], colors=GRAY, linewidths=width))
     points = 72 * 2.2 / 2.5  # of a unit in the picture, about
     shape = {"arrowstyle": "-|>", "connectionstyle": "arc3,rad=0.08", "mutation_scale": 10 if n <= _NUMBERED else 5}
-    look = {"linewidth": width, "color": paper.GRAY, "shrinkA": radius * points, "shrinkB": radius * points}
+    look = {"linewidth": width, "color": GRAY, "shrinkA": radius * points, "shrinkB": radius * points}
     for j, i in single:
         axes.add_patch(FancyArrowPatch(at[j], at[i], **shape, **look))
     for i, (x, y) in enumerate(at):
@@ -200,3 +204,34 @@ def _matrix(topology: topologies.Topology, t: int, axes: Axes, largest: float | 
 def _fraction(weight: float) -> str:
     near = Fraction(weight).limit_denominator(64)
     return str(near) if abs(near - weight) < 1e-9 else f"{weight:.2f}"
+
+
+def _blank(call: str, width: float, height: float) -> Figure:
+    """Make an empty figure without a window; sizes in inches."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            f"df.plots.{call}: pictures need matplotlib, which is not installed: pip install matplotlib."
+        ) from None
+    figure: Any = Figure(figsize=(width, height), layout="constrained")
+    figure._repr_png_ = partial(_png, figure)  # notebooks call it; matplotlib sets their pictures up in pyplot alone
+    return figure
+
+
+def _png(figure: Figure) -> bytes:
+    file = BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()
+
+
+def _place(call: str, axes: Any, width: float, height: float) -> tuple[Figure, Axes]:
+    """Return the figure and axes to draw on: the user's, or new ones."""
+    figure = _blank(call, width, height)
+    if axes is None:
+        return figure, figure.add_subplot()
+    from matplotlib.axes import Axes
+
+    rule = "axes are one matplotlib Axes, figure.add_subplot(); leave them out for a figure of its own."
+    require(isinstance(axes, Axes), f"df.plots.{call}", rule, axes=axes)
+    return axes.get_figure(root=True) or figure, axes

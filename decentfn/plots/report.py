@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from decentfn.core import brief, require
-from decentfn.plots.paper import COLORS, GRAY
+from decentfn.plots.graphs import COLORS, GRAY
 from decentfn.timing import Timeline, Trace
 from decentfn.train import logs
 

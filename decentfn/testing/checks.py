@@ -95,7 +95,8 @@ def check_transform(
     x = flatten(problem.params(0, dtypes), bucket_mb=problem.BUCKET_MB, masks=masks)
     gradients = [_like(x, seed) for seed in range(_UPDATES)]
     start = transform.init(x)
-    _assert_own_memory(start, x)
+    places = [leaf.untyped_storage().data_ptr() for leaf in [*trees.leaves(start), *x] if leaf.numel()]
+    assert len(set(places)) == len(places), "two tensors of the state, or one and the parameters, share memory"
 
     eager = _updates(transform.update, start, gradients, x)
     for updates, state in eager:
@@ -149,11 +150,6 @@ def _traced(update: Callable[..., Any], graphs: list[Any]) -> Callable[..., Any]
 def _like(x: Buckets, seed: int) -> Buckets:
     draw = torch.Generator().manual_seed(seed)
     return trees.map(lambda b: torch.randn(b.shape, generator=draw).to(b.dtype), x)
-
-
-def _assert_own_memory(state: Any, x: Buckets) -> None:
-    places = [leaf.untyped_storage().data_ptr() for leaf in [*trees.leaves(state), *x] if leaf.numel()]
-    assert len(set(places)) == len(places), "two tensors of the state, or one and the parameters, share memory"
 
 
 def _assert_layout(what: str, got: Any, expected: Any) -> None:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -111,22 +112,15 @@ class _Late:
         post = getattr(self._group, name)
         return partial(self._later, post) if name in ("send", "allreduce", "allgather") else post
 
-    def _later(self, post: Callable[..., Any], *arguments: Any) -> _LateWork:
+    def _later(self, post: Callable[..., Any], *arguments: Any) -> Any:
         due = time.monotonic() + self._delay
 
         def run() -> Any:
             time.sleep(max(0.0, due - time.monotonic()))
             return post(*arguments)
 
-        return _LateWork(self._thread.submit(run))
-
-
-class _LateWork:
-    def __init__(self, work: Future[Any]) -> None:
-        self._work = work
-
-    def wait(self, *timeout: timedelta) -> Any:
-        return self._work.result().wait(*timeout)
+        work = self._thread.submit(run)
+        return SimpleNamespace(wait=lambda *timeout: work.result().wait(*timeout))
 
 
 class _Nowhere(Channels):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -15,8 +16,7 @@ from decentfn.core import draws
 from decentfn.core.arguments import array, at_least, checks_numbers, require
 from decentfn.timing.cluster import Cluster, Links
 from decentfn.timing.network import Messages, Network, group_maximum, messages_of
-from decentfn.timing.own_steps import own_steps
-from decentfn.timing.trace import Trace
+from decentfn.timing.trace import LEAST_MASS, Event, Trace, schedule_name, shares_of
 from decentfn.topologies import Topology
 
 Outage = tuple[int, float, float]
@@ -148,8 +148,7 @@ class Clock:
         rule = f"the clock has {n} workers."
         require(made.num_workers == n, "timeline", rule, topology=made.name, num_workers=made.num_workers)
         if not exchange.is_awaited:
-            start, end, waited, trace = own_steps(self, made, exchange.nbytes, steps, first)
-            return Timeline(start, end, waited, trace)
+            return _own_steps(self, made, exchange.nbytes, steps, first)
         rows, known, travels = np.zeros((3, steps, n)), dict[int, tuple[Messages, np.ndarray]](), list[np.ndarray]()
         now, free, arrived = np.zeros(n), np.zeros(n), [np.zeros(n)] * exchange.delay
         for k in range(steps):
@@ -209,3 +208,82 @@ def clock(
     rule = "a df.planning.Cluster or df.timing.Links."
     require(isinstance(links, (Cluster, Links)), "clock", rule, links=links)
     return Clock(compute, links, outages, seed)
+
+
+class _Letter(NamedTuple):
+    arrives: float
+    event: Event
+    mass: float
+
+
+def _own_steps(clock: Clock, topology: Topology, nbytes: float, steps: int, first: int) -> Timeline:
+    """Return the timeline of workers that wait for nobody: when they step, which messages arrive by then and are not sent.
+
+    A receiver holds one message of each sender until it takes it, and one more may travel: then the sender keeps its mass.
+    """
+    n = topology.num_workers
+    rows, mass, boxes = np.zeros((3, steps, n)), np.ones(n), dict[Event, list[_Letter]]()
+    taken: list[list[list[Event]]] = [[] for _ in range(n)]
+    sent: list[list[list[bool]]] = [[] for _ in range(n)]
+    late: list[list[int]] = [[] for _ in range(n)]
+    leaves, enters = np.zeros(len(clock.network.out)), np.zeros(len(clock.network.out))
+    events = [(0.0, 1, i) for i in range(n)]  # a time, 0: a step ends, 1: the next one begins, a worker
+    until = np.inf
+
+    def take(i: int, now: float, before: float) -> list[Event]:
+        found = list[Event]()
+        for j in range(n):
+            box = boxes.get((j, i), [])
+            if box and box[0].arrives < before:
+                letter = box.pop(0)
+                mass[i] += letter.mass
+                found.append(letter.event)
+                if box:  # the next one is received from now on
+                    box[0] = box[0]._replace(arrives=max(box[0].arrives, math.nextafter(now, math.inf)))
+        return found
+
+    while events:
+        now, begins, i = heapq.heappop(events)
+        if now > until:
+            break
+        k = len(sent[i])
+        if begins:
+            if k == steps:
+                until = now
+                continue
+            taken[i].append(take(i, now, math.nextafter(now, math.inf)))
+            at = np.full(n, now)
+            rows[0, k, i] = now
+            rows[1, k, i] = end = clock.after(at, clock.seconds(first + k))[i]
+            heapq.heappush(events, (float(end), 0, i))
+            continue
+        meanwhile, t = take(i, now, now), first + k  # who ends at this time has not sent yet
+        taken[i][k] += meanwhile
+        late[i].append(len(meanwhile))
+        shares, m = shares_of(topology, t)[i].tolist(), messages_of(topology, t, clock.network.node)
+        out, into = clock.network.interfaces(m, clock.network.node)
+        leaving, entering, link = clock.network.occupies(m, nbytes)
+        latency = clock.network.latencies(m, clock.network.node)
+        has_mass, held, flags = mass[i] * (1 - sum(shares)) >= LEAST_MASS, mass[i], list[bool]()
+        for share, to in zip(shares, topology.peers(t).destinations[i], strict=True):
+            box = boxes.setdefault((i, to), [])
+            travels = len(box) > 1 or (bool(box) and box[0].arrives > now)
+            flags.append(to >= 0 and share > 0 and has_mass and not travels)
+            if not flags[-1]:
+                continue
+            [row] = np.flatnonzero((m.senders == i) & (m.receivers == to))[:1]
+            # Each interface is busy for these bytes at its own rate: a slow one at the other end does not hold it.
+            leaves[out[row]] = max(now, leaves[out[row]]) + leaving[row]
+            enters[into[row]] = max(now, enters[into[row]]) + entering[row]
+            done = max(leaves[out[row]], enters[into[row]], now + link[row])
+            box.append(_Letter(float(done + latency[row]), (i, t), share * held))
+            mass[i] -= share * held
+        sent[i].append(flags)
+        heapq.heappush(events, (now, 1, i))
+    ended = [rows[1, : len(flags), i].tolist() for i, flags in enumerate(sent)]
+    for i, (its, flags) in enumerate(zip(taken, sent, strict=True)):
+        left = [letter.event for j in range(n) for letter in boxes.get((j, i), [])]  # for df.settle
+        its[len(flags) :] = [sum(its[len(flags) :], left)]
+        rows[:, len(flags) :, i] = np.nan
+    trace = Trace(schedule_name(topology), n, taken, sent, ended, (first,) * n, late)  # pyright: ignore[reportArgumentType]
+    return Timeline(rows[0], rows[1], rows[2], trace)

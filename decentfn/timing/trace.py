@@ -1,6 +1,6 @@
 """Trace of a run of workers on their own clocks: which messages each took in each of its own steps.
 
-Arrivals are data, as peers are. Ranks record a trace, a clock computes one, and the simulator replays either.
+Arrivals are data, as peers are. Ranks record a trace, a clock computes one, and the simulator replays either, level by level.
 """
 
 from __future__ import annotations
@@ -10,13 +10,21 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from decentfn.core.arguments import require
 from decentfn.topologies import Topology
 
 Event = tuple[int, int]
 """A worker and one of its own steps."""
+
+LEAST_MASS = 2.0**-20
+"""A worker that hears nothing keeps this much of its mass, so that it can always divide by it."""
 
 _SAMPLED = 64
 """Rounds of a random schedule that a trace's name of it depends on."""
@@ -122,22 +130,20 @@ class Trace:
         Raises:
             ValueError: steps wait for one another.
         """
-        level: dict[Event, int] = {}
-        at, is_stuck = list(self.first), False
-        while not is_stuck:
-            is_stuck = True
-            for i, steps in enumerate(self.sent):
-                while (k := at[i] - self.first[i]) < len(steps) and all(one in level for one in self.taken[i][k]):
-                    before = [level[one] for one in self.taken[i][k]] + ([level[i, at[i] - 1]] if k else [])
-                    level[i, at[i]] = max(before, default=-1) + 1
-                    at[i], is_stuck = at[i] + 1, False
-        stuck = [(i, s) for i, s in enumerate(at) if s - self.first[i] < len(self.sent[i])]
-        if stuck:
-            raise ValueError(f"Trace: the steps {stuck[:4]} (worker, own step) take messages of later steps.")
-        found: list[list[Event]] = [[] for _ in range(max(level.values(), default=-1) + 1)]
-        for event in sorted(level):
-            found[level[event]].append(event)
-        return tuple(map(tuple, found))
+        steps, found = TopologicalSorter[Event](), list[tuple[Event, ...]]()
+        for i, (first, sent) in enumerate(zip(self.first, self.sent, strict=True)):
+            for k in range(len(sent)):
+                steps.add((i, first + k), *([(i, first + k - 1)] if k else []), *self.taken[i][k])
+        try:
+            steps.prepare()
+        except CycleError as error:
+            raise ValueError(
+                f"Trace: the steps {error.args[1][:4]} (worker, own step) take messages of later steps."
+            ) from None
+        while ready := steps.get_ready():
+            found.append(tuple(sorted(ready)))
+            steps.done(*ready)
+        return tuple(found)
 
     @cached_property
     def places(self) -> dict[Event, int]:
@@ -184,3 +190,65 @@ class Trace:
             return cls(**read)
         except (LookupError, TypeError, ValueError) as error:
             raise ValueError(f"Trace.load({str(path)!r}): not a trace that Trace.save wrote ({error}).") from error
+
+
+class Offered(NamedTuple):
+    """Messages of a level, of all N workers; those without a step in it offer nothing."""
+
+    given: Tensor  # [N, K] float64, the share of its mass in each slot, 0 if nothing goes out
+    to: Tensor  # [N, K] int64, the receiver in each slot; -1: nothing goes out
+    place: Tensor  # [N] int64, place in the sender's ring; -1: nobody takes it
+    steps: Tensor  # [N] int64, the own step of each worker in this level; -1: none
+
+
+class Replay:
+    """Levels of a trace as tables, on the algorithm's schedule; `call` is the user's. Step `t` of the simulator is level t."""
+
+    def __init__(self, call: str, trace: Trace, topology: Topology) -> None:
+        trace.require_of(call, topology)
+        self.trace, self.topology, self.room = trace, topology, trace.room
+
+    def arriving(self, level: int, late: bool) -> Tensor:
+        """Return the messages that each worker takes first, or late, `[N, M]` int64, in their order; -1 fills up.
+
+        A message is its number among those of all rings, `(sender R + place) K + slot`.
+        """
+        taken: list[list[int]] = [[] for _ in range(self.trace.num_workers)]
+        for i, s in self._events(level):
+            k = s - self.trace.first[i]
+            first = len(self.trace.taken[i][k]) - self.trace.late[i][k]
+            its = self.trace.taken[i][k][first:] if late else self.trace.taken[i][k][:first]
+            for j, sent in its:
+                slot = self.topology.peers(sent).destinations[j].index(i)
+                taken[i].append((j * self.room + self.trace.places[j, sent]) * self.topology.slots + slot)
+        return filled_up(taken)
+
+    def offered(self, level: int) -> Offered:
+        """Return what the workers offer in a level."""
+        n, slots = self.trace.num_workers, self.topology.slots
+        given, to = torch.zeros(n, slots, dtype=torch.float64), torch.full((n, slots), -1)
+        place, steps = torch.full((n,), -1), torch.full((n,), -1)
+        for i, s in self._events(level):
+            steps[i], place[i] = s, self.trace.places.get((i, s), -1)
+            sent = torch.tensor(self.trace.sent[i][s - self.trace.first[i]], dtype=torch.bool)
+            destinations = self.topology.round(s).destinations[i]
+            to[i] = destinations.where(sent, -1)
+            given[i] = shares_of(self.topology, s)[i] * (to[i] >= 0)
+        return Offered(given, to, place, steps)
+
+    def _events(self, level: int) -> tuple[Event, ...]:
+        if level >= len(levels := self.trace.levels):
+            raise ValueError(f"step(state, batch, t={level}): the trace that is replayed has {len(levels)} levels.")
+        return levels[level]
+
+
+def shares_of(topology: Topology, s: int) -> Tensor:
+    """Return the share of its mass that each worker offers in each slot of own step `s`, `[N, K]` float64."""
+    rows = topology.rows(s, torch.device("cpu"))
+    return rows[:, rows.shape[1] - topology.slots :]
+
+
+def filled_up(rows: list[list[int]]) -> Tensor:
+    """Return lists of different lengths as `[N, M]` int64, filled up with -1."""
+    most = max(map(len, rows), default=0)
+    return torch.tensor([row + [-1] * (most - len(row)) for row in rows], dtype=torch.int64).view(len(rows), most)

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decentfn.core import checks_arguments, draws
+from decentfn.core import draws
 from decentfn.topologies.construct import from_edges, from_shifts
 from decentfn.topologies.drawn import from_draw
 from decentfn.topologies.matching import pair_weights
-from decentfn.topologies.registry import RULES, register_topology
+from decentfn.topologies.registry import register_topology
 from decentfn.topologies.rounds import Topology
 
 
@@ -29,7 +29,6 @@ def _distances(n: int, m: int | None, seed: int) -> list[int]:
 
 
 @register_topology("equitopo-d-static")
-@checks_arguments(RULES)
 def equitopo_d_static(num_workers: int, *, M: int | None = None, seed: int = 0) -> Topology:
     """D-EquiStatic: the mean of M matrices A = I/N + (N-1)/N P^a with random distances a in 1..N-1, in every step.
 
@@ -53,7 +52,6 @@ def equitopo_d_static(num_workers: int, *, M: int | None = None, seed: int = 0) 
 
 
 @register_topology("equitopo-u-static")
-@checks_arguments(RULES)
 def equitopo_u_static(num_workers: int, *, M: int | None = None, seed: int = 0) -> Topology:
     """U-EquiStatic: D-EquiStatic symmetrized, (W + Wᵀ)/2.
 
@@ -82,7 +80,6 @@ def equitopo_u_static(num_workers: int, *, M: int | None = None, seed: int = 0) 
 
 
 @register_topology("equitopo-od-dyn")
-@checks_arguments(RULES)
 def equitopo_od_dyn(num_workers: int, *, eta: float = 0.5, seed: int = 0) -> Topology:
     """OD-EquiDyn: `W_t = (1-η) I + η (I/N + (N-1)/N P^a)`, with a new random distance a in every step.
 
@@ -108,7 +105,6 @@ def equitopo_od_dyn(num_workers: int, *, eta: float = 0.5, seed: int = 0) -> Top
 
 
 @register_topology("equitopo-ou-dyn")
-@checks_arguments(RULES)
 def equitopo_ou_dyn(num_workers: int, *, eta: float = 0.5, seed: int = 0) -> Topology:
     """OU-EquiDyn: pairs at a random distance, `W_t = (1-η) I + η A`, where A gives a pair's partner (N-1)/N.
 

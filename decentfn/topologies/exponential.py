@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from decentfn.core.arguments import checks_arguments, require
+from decentfn.core.arguments import require
 from decentfn.topologies.construct import from_groups, from_shifts
-from decentfn.topologies.registry import RULES, register_topology
+from decentfn.topologies.registry import register_topology
 from decentfn.topologies.rounds import Edge, Topology
 
 
@@ -49,7 +49,6 @@ def one_peer_exp_directed(num_workers: int) -> Topology:
 
 
 @register_topology("p-peer-exp")
-@checks_arguments(RULES)
 def p_peer_exp(num_workers: int, *, p: int = 2) -> Topology:
     """Average with p peers at distances j (p+1)^k, j = 1..p, cycling over k; weights 1/(p+1).
 

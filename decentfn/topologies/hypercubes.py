@@ -7,9 +7,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from decentfn.core.arguments import checks_arguments, require
+from decentfn.core.arguments import require
 from decentfn.topologies.construct import from_edges, from_permutations
-from decentfn.topologies.registry import RULES, register_topology
+from decentfn.topologies.registry import register_topology
 from decentfn.topologies.rounds import Topology
 
 Edges = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -33,7 +33,6 @@ def hypercube(num_workers: int) -> Topology:
 
 
 @register_topology("hyper-hypercube")
-@checks_arguments(RULES)
 def hyper_hypercube(num_workers: int, *, k: int = 1) -> Topology:
     """Average in groups of f_r at stride f_1 ... f_(r-1) in round r, where N = f_1 f_2 ... and all f <= k + 1.
 
@@ -87,7 +86,6 @@ def _fewest_factors(n: int, largest: int) -> tuple[int, ...] | None:
 
 
 @register_topology("base")
-@checks_arguments(RULES)
 def base(num_workers: int, *, k: int = 1) -> Topology:
     """Base-(k+1) graph: simple Base graphs in blocks, then a hyper-hypercube across the blocks.
 
@@ -122,7 +120,6 @@ def base(num_workers: int, *, k: int = 1) -> Topology:
 
 
 @register_topology("simple-base")
-@checks_arguments(RULES)
 def simple_base(num_workers: int, *, k: int = 1) -> Topology:
     """Simple Base-(k+1) graph: parts of N's digits in base k + 1 average, share with later parts, average again.
 

@@ -9,13 +9,13 @@ from contextlib import suppress
 from functools import partial, wraps
 from typing import Any, TypeVar
 
-from decentfn.core import MOST_WORKERS, brief, checks_numbers, require, require_at_most, rule_of, whole_number
+from decentfn.core import MOST_WORKERS, brief, checks_arguments, require, require_at_most, rule_of, whole_number
 from decentfn.topologies.rounds import Topology, noted
 
 _registry: dict[str, Callable[..., Topology]] = {}
 _is_count = rule_of(lambda x: x is None or 1 <= x <= MOST_WORKERS, f"is an integer >= 1, at most {MOST_WORKERS}.")
 RULES = dict.fromkeys(("k", "p", "M"), _is_count) | {"eta": rule_of(lambda eta: 0 < eta <= 1, "lies in (0, 1].")}
-"""Rules of the options of this library's topologies, by their names."""
+"""Rules of the options of this library's topologies, by their names; `register_topology` checks them."""
 Function = TypeVar("Function", bound=Callable[..., Topology])
 
 
@@ -39,6 +39,8 @@ def register_topology(name: str) -> Callable[[Function], Function]:
     def register(function: Function) -> Function:
         known, call = _registry.get(name), function.__name__
         names = [*inspect.signature(function).parameters][1:]
+        is_own = function.__module__.startswith("decentfn.topologies.")
+        checked = checks_arguments(RULES if is_own else {})(function)
         if known is not None and known.__qualname__ != function.__qualname__:
             raise ValueError(
                 f"register_topology({name!r}): the name belongs to {known.__module__}.{known.__qualname__}; choose "
@@ -49,7 +51,7 @@ def register_topology(name: str) -> Callable[[Function], Function]:
         def make(num_workers: int, *args: Any, **options: Any) -> Topology:
             num_workers = whole_number(call, "num_workers", num_workers)
             require_at_most(call, MOST_WORKERS, num_workers=num_workers)
-            made = checks_numbers(function)(num_workers, *args, **options)
+            made = checked(num_workers, *args, **options)
             return noted(made, family=partial(topology, name, **dict(zip(names, args, strict=False)), **options))
 
         _registry[name] = make

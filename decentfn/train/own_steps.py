@@ -18,7 +18,7 @@ from decentfn.elastic.connections import reported_as
 from decentfn.errors import PeerLost
 from decentfn.kit.state import State
 from decentfn.timing import Trace, schedule_name
-from decentfn.timing.replay import filled_up
+from decentfn.timing.trace import filled_up
 
 Batch = TypeVar("Batch")
 

@@ -9,7 +9,7 @@ import decentfn as df
 from decentfn.comm.gossip.compressed import as_messages
 from decentfn.core import trees
 from decentfn.planning import Cluster, Link
-from decentfn.planning.traffic import of_schedule
+from decentfn.planning.methods import of_schedule
 from decentfn.testing import on_ranks
 
 MLP, GPT = 10_500_000, 13_900_000

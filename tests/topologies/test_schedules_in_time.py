@@ -7,7 +7,7 @@ import torch
 import decentfn as df
 from decentfn.algorithms.a2cid2 import rates
 from decentfn.planning import Cluster, Link
-from decentfn.planning.traffic import of_schedule
+from decentfn.planning.methods import of_schedule
 from decentfn.topologies import (
     alternate,
     certificate,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import decentfn as df
 from decentfn.comm import collectives
 from decentfn.planning import Cluster, Link
-from decentfn.planning.traffic import of_schedule
+from decentfn.planning.methods import of_schedule
 from decentfn.topologies import (
     Edge,
     Round,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from decentfn.optim.orthogonalize import orthogonalize
+from decentfn.optim.transforms.shaped import orthogonalize
 
 
 @pytest.mark.parametrize("shape", [(4, 4), (3, 7), (2, 5, 3), (1, 1)])

@@ -21,7 +21,7 @@ from decentfn.core.buckets import wide
 from decentfn.core.context import context
 from decentfn.core.handles import by_handle
 from decentfn.core.scalars import number_on, of_step, operator
-from decentfn.timing.replay import LEAST_MASS, Offered, filled_up, shares_of
+from decentfn.timing.trace import LEAST_MASS, Offered, filled_up, shares_of
 from decentfn.topologies import Topology
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from decentfn.core import Numbers, PyTree, checks_arguments, checks_numbers, once, real, require, rule_of, trees
 from decentfn.core.buckets import Buckets, Mask, each, global_norm, in_parts, multiply, where, wide, zeros_like
-from decentfn.optim.schedule_checks import require_schedule
+from decentfn.optim.schedules import require_schedule
 from decentfn.optim.transforms.transform import Transform, ascending, descending, masked
 from decentfn.torch_private import functorch
 

@@ -132,11 +132,13 @@ class Form:
                 k for k, kind in self.kinds[-1].items() if (kind.type, kind.device) != (Tensor, self.device)
             }
         shapes = [(tuple(p.shape), p.is_complex()) for _, p in named]
-        common = [key for key in self.kinds[0] if self._is_common(key)]
+        first, *rest = self.kinds  # common to all: in one dtype
+        dtypes = {key: kind.dtype.to_real() for key, kind in first.items()}
+        common = [k for k, d in dtypes.items() if all(k in own and own[k].dtype.to_real() == d for own in rest)]
         of_all = {k: [(own[k].shape, own[k].dtype.is_complex) for own in self.kinds] for k in common}
         is_shaped = any(shape for shape, _ in shapes)
         of_elements = [k for k in common if of_all[k] == shapes and is_shaped]
-        self.of_elements = {k: self.kinds[0][k].dtype.to_real() for k in of_elements}  # its bucket's dtype
+        self.of_elements = {k: dtypes[k] for k in of_elements}  # its bucket's dtype
         self.of_leaves = [
             k for k in common if k not in self.of_elements and all(own[k].shape == () for own in self.kinds)
         ]
@@ -166,10 +168,6 @@ class Form:
                 if keys
             },
         )
-
-    def _is_common(self, key: str) -> bool:
-        """Return True if every parameter has the key, in one dtype."""
-        return all(key in own for own in self.kinds) and len({own[key].dtype.to_real() for own in self.kinds}) == 1
 
     def require_known(self, optimizer: Any, before: list[dict[str, Any]]) -> None:
         """Raise ValueError if a step changed a number of a group that the trial steps did not change."""

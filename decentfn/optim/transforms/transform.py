@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from abc import ABC
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from decentfn.core import PyTree, brief, require, trees
-from decentfn.core.buckets import Buckets, Mask, Plan, elements
+from decentfn.core.buckets import Buckets, Mask, Plan, cast_like
 
 Sign = int | Callable[[str, tuple[int, ...]], int]
 """1 if updates point along the gradient, -1 if against it, 0 if that is unknown; or a function of a leaf's name and shape."""
@@ -343,12 +342,8 @@ def _flatten_like(x: Buckets, tree: PyTree) -> Buckets:
     positions, values = trees.leaves(x.plan.template), trees.leaves(tree)
     rule = f"update returned {len(values)} leaves for {len(positions)} parameters; updates are a tree like these."
     require(len(positions) == len(values), "by_leaf(transform)", rule)
-    leaf_at = dict(reversed(list(zip(positions, values, strict=True))))
-    tensors, places = [], itertools.count()
-    for tensor, bucket in zip(x, x.plan.buckets, strict=True):
-        own = [leaf_at[next(places)] for _ in bucket.segments]
-        tensors.append(torch.cat([elements(leaf, tuple(tensor.shape[:-1])).to(tensor.dtype) for leaf in own], dim=-1))
-    return Buckets(tensors, x.plan)
+    vectors = x.plan.lay_out(tree, tuple(x[0].shape[:-1]) if len(x) else ())
+    return cast_like(Buckets(vectors, x.plan), x)
 
 
 def not_bias_or_norm(name: str, shape: tuple[int, ...]) -> bool:
