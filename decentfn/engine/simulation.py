@@ -92,7 +92,8 @@ def simulate(
             if (room := trees.nodes_of(collectives.Ring, first)[0].to.shape[0]) < replay.room:
                 raise ValueError(
                     f"simulate(step, {num_workers}, arrivals=trace): the state has room for {room} messages of each worker in flight, and "
-                    f"the trace needs R={replay.room}; make it with df.stack(state, {num_workers}, arrivals=trace)."
+                    f"the trace needs R={replay.room}; make it with df.stack(init(params), {num_workers}, arrivals=trace), into which "
+                    "df.checkpoint.restore reads a settled run that goes on."
                 )
             first = with_room(first, int(num_workers > 1))  # as laid out: one worker sends nothing
         step.check(first, its_batch, t)

@@ -30,17 +30,29 @@ class Replay:
         trace.require_of(call, topology)
         self.trace, self.topology, self.room = trace, topology, trace.room
 
-    def arriving(self, level: int, late: bool) -> Tensor:
+    def require_begun(self, level: int, to: Tensor) -> None:
+        """Raise ValueError unless the receivers in a state's rings, `to` `[N, R, K]`, are those before this level."""
+        expected = torch.full_like(to, -1, device="cpu")
+        for told in map(self.offered, range(level)):
+            [senders] = torch.nonzero(told.place >= 0, as_tuple=True)
+            expected[senders, told.place[senders]] = told.to[senders]
+        if not torch.equal(expected, to.cpu()):
+            raise ValueError(
+                f"step(state, batch, t={level}): the messages in flight in the state are not those of level {level} of the trace that is "
+                "replayed; begin with t=0 and df.stack(init(params), N, arrivals=trace), and go on from what each step returns."
+            )
+
+    def arriving(self, level: int, late: bool, room: int) -> Tensor:
         """Return the messages that each worker takes first, or late, `[N, M]` int64, in their order; -1 fills up.
 
-        A message is its number among those of all rings, `(sender R + place) K + slot`.
+        A message is its number among those of all rings, of R = `room` places: `(sender R + place) K + slot`.
         """
         taken: list[list[int]] = [[] for _ in range(self.trace.num_workers)]
         for i, s in self._events(level):
             k = s - self.trace.first[i]
             first = len(self.trace.taken[i][k]) - self.trace.late[i][k]
             its = self.trace.taken[i][k][first:] if late else self.trace.taken[i][k][:first]
-            taken[i] = [self._number(message, i) for message in its]
+            taken[i] = [self._number(message, i, room) for message in its]
         return filled_up(taken)
 
     def offered(self, level: int) -> Offered:
@@ -61,10 +73,10 @@ class Replay:
             raise ValueError(f"step(state, batch, t={level}): the trace that is replayed has {len(levels)} levels.")
         return levels[level]
 
-    def _number(self, message: Event, receiver: int) -> int:
+    def _number(self, message: Event, receiver: int, room: int) -> int:
         sender, s = message
         slot = self.topology.peers(s).destinations[sender].index(receiver)
-        return (sender * self.room + self.trace.places[message]) * self.topology.slots + slot
+        return (sender * room + self.trace.places[message]) * self.topology.slots + slot
 
 
 def shares_of(topology: Topology, s: int) -> Tensor:

@@ -81,6 +81,14 @@ class Mailbox:
         for thread in self._threads:
             thread.start()
 
+    def require_next(self, step: int) -> None:
+        """Raise ValueError if this own step is over, and its state was a copy: the mail of both would be taken by one."""
+        if not self.record.is_settled and step < self.record.first + len(self.record.sent):
+            raise ValueError(
+                f"step(state, batch, t={step}): mail is taken once, and the own step t={step} was taken with another copy of this state; go "
+                "on with what it has returned, or go back on all ranks: init(params), and df.checkpoint.restore(directory, state)."
+            )
+
     def take(
         self, step: int, own: Sequence[Tensor], counts: Mapping[int, int] | None = None, *, late: bool = False
     ) -> list[Tensor]:
