@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from decentfn.core.arguments import require
 from decentfn.timing.trace import Event, Trace
 from decentfn.topologies import Topology
 
@@ -28,7 +29,7 @@ class Replay:
 
     def __init__(self, call: str, trace: Trace, topology: Topology) -> None:
         trace.require_of(call, topology)
-        self.trace, self.topology, self.room = trace, topology, trace.room
+        self.trace, self.topology = trace, topology
 
     def require_begun(self, level: int, to: Tensor) -> None:
         """Raise ValueError unless the receivers in a state's rings, `to` `[N, R, K]`, are those before this level."""
@@ -36,11 +37,9 @@ class Replay:
         for told in map(self.offered, range(level)):
             [senders] = torch.nonzero(told.place >= 0, as_tuple=True)
             expected[senders, told.place[senders]] = told.to[senders]
-        if not torch.equal(expected, to.cpu()):
-            raise ValueError(
-                f"step(state, batch, t={level}): the messages in flight in the state are not those of level {level} of the trace that is "
-                "replayed; begin with t=0 and df.stack(init(params), N, arrivals=trace), and go on from what each step returns."
-            )
+        rule = f"the messages in flight in the state are not those of level {level} of the trace; begin with t=0 and "
+        way_out = "df.stack(init(params), N, arrivals=trace), and go on from what each step returns."
+        require(torch.equal(expected, to.cpu()), f"step(state, batch, t={level})", rule + way_out)
 
     def arriving(self, level: int, late: bool, room: int) -> Tensor:
         """Return the messages that each worker takes first, or late, `[N, M]` int64, in their order; -1 fills up.
@@ -49,10 +48,9 @@ class Replay:
         """
         taken: list[list[int]] = [[] for _ in range(self.trace.num_workers)]
         for i, s in self._events(level):
-            k = s - self.trace.first[i]
-            first = len(self.trace.taken[i][k]) - self.trace.late[i][k]
-            its = self.trace.taken[i][k][first:] if late else self.trace.taken[i][k][:first]
-            taken[i] = [self._number(message, i, room) for message in its]
+            its = self.trace.taken[i][k := s - self.trace.first[i]]
+            first = len(its) - self.trace.late[i][k]
+            taken[i] = [self._number(message, i, room) for message in (its[first:] if late else its[:first])]
         return filled_up(taken)
 
     def offered(self, level: int) -> Offered:
