@@ -229,6 +229,21 @@ def after_a_restart(rank, folder, make, first):
     return settled, df.trace(), df.consensus_mean(df.ema_state(settled))
 
 
+def going_back(rank, folder):
+    init, step = built(df.asynchronous_gradient_push)
+    state = init(starts()[rank])
+    df.checkpoint.save(folder, state, 0)
+    for _ in range(2):
+        for t in range(5):
+            state, _ = step(state, batch(rank, t), t)
+        state = df.checkpoint.restore(folder, df.settle(state)).state
+    return float(memory_of(state).weight)
+
+
+def test_settled_ranks_go_back_to_their_checkpoint(tmp_path):
+    assert sum(on_ranks(N, going_back, tmp_path)) == pytest.approx(N, abs=1e-12)
+
+
 @pytest.mark.parametrize("make", MAKE)
 def test_the_second_part_of_a_run_of_ranks_is_replayed_from_its_checkpoint(make, tmp_path):
     """Ranks have no room for messages in flight in their states, and the simulator has."""
