@@ -73,7 +73,7 @@ def adapt_then_combine(
         mixed, total = kit.unpack(worker.mix(kit.pack(kit.scale(kit.widen(y), w), w), t), y.plan)
         has_mixed = meets_others(collectives.look_up(y[0], topology, t)) & (total != 0)
         x = kit.cast_like(kit.divide(mixed, torch.where(total != 0, total, torch.ones_like(total))), y)
-        return kit.where(has_mixed, x, y), Memory(torch.where(has_mixed, torch.zeros_like(w), w))
+        return kit.where(has_mixed, kit.with_own(x, y), y), Memory(torch.where(has_mixed, torch.zeros_like(w), w))
 
     def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x = state.params

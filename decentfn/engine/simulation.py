@@ -88,10 +88,11 @@ def simulate(
         assert step.check is not None
         first = trees.map(lambda leaf: leaf[0], state)
         if replay is not None and is_state(first):
-            if (room := trees.nodes_of(collectives.Ring, first)[0].to.shape[0]) < replay.room:
+            if (room := trees.nodes_of(collectives.Ring, first)[0].to.shape[0]) < replay.trace.room:
                 raise ValueError(
                     f"simulate(step, {num_workers}, arrivals=trace): the state has room for {room} messages of each worker in flight, and "
-                    f"the trace needs R={replay.room}; make it with df.stack(state, {num_workers}, arrivals=trace)."
+                    f"the trace needs R={replay.trace.room}; make it with df.stack(init(params), {num_workers}, arrivals=trace), into which "
+                    "df.checkpoint.restore reads a settled run that goes on."
                 )
             first = with_room(first, int(num_workers > 1))  # as laid out: one worker sends nothing
         step.check(first, its_batch, t)

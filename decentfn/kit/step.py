@@ -144,10 +144,14 @@ class Step:
         last = getattr(x, "taken_at", None)
         if last is not None and number != last + 1:
             self._require_next(number, last)
+        if last is None and self.arrivals is not None:
+            self.arrivals.require_begun(number, trees.nodes_of(collectives.Ring, state)[0].to)
         with (
             collectives.whole_step(number, donated=self._donates) as here,
             draws.torch_draws(number, here.identity.place),
         ):
+            if self.own_steps and here.mailbox is not None:
+                here.mailbox.require_next(number)
             # In a replay t is a level, in which workers take steps of other numbers.
             known = self.schedules if self.arrivals is None else ()
             outer, context.resting = context.resting, collectives.find_rounds(known, t, number)

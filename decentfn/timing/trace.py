@@ -206,21 +206,30 @@ class Replay:
 
     def __init__(self, call: str, trace: Trace, topology: Topology) -> None:
         trace.require_of(call, topology)
-        self.trace, self.topology, self.room = trace, topology, trace.room
+        self.trace, self.topology = trace, topology
 
-    def arriving(self, level: int, late: bool) -> Tensor:
+    def require_begun(self, level: int, to: Tensor) -> None:
+        """Raise ValueError unless the receivers in a state's rings, `to` `[N, R, K]`, are those before this level."""
+        expected = torch.full_like(to, -1, device="cpu")
+        for told in map(self.offered, range(level)):
+            [senders] = torch.nonzero(told.place >= 0, as_tuple=True)
+            expected[senders, told.place[senders]] = told.to[senders]
+        rule = f"the messages in flight in the state are not those of level {level} of the trace; begin with t=0 and "
+        way_out = "df.stack(init(params), N, arrivals=trace), and go on from what each step returns."
+        require(torch.equal(expected, to.cpu()), f"step(state, batch, t={level})", rule + way_out)
+
+    def arriving(self, level: int, late: bool, room: int) -> Tensor:
         """Return the messages that each worker takes first, or late, `[N, M]` int64, in their order; -1 fills up.
 
-        A message is its number among those of all rings, `(sender R + place) K + slot`.
+        A message is its number among those of all rings, of R = `room` places: `(sender R + place) K + slot`.
         """
         taken: list[list[int]] = [[] for _ in range(self.trace.num_workers)]
         for i, s in self._events(level):
-            k = s - self.trace.first[i]
-            first = len(self.trace.taken[i][k]) - self.trace.late[i][k]
-            its = self.trace.taken[i][k][first:] if late else self.trace.taken[i][k][:first]
-            for j, sent in its:
+            its = self.trace.taken[i][k := s - self.trace.first[i]]
+            first = len(its) - self.trace.late[i][k]
+            for j, sent in its[first:] if late else its[:first]:
                 slot = self.topology.peers(sent).destinations[j].index(i)
-                taken[i].append((j * self.room + self.trace.places[j, sent]) * self.topology.slots + slot)
+                taken[i].append((j * room + self.trace.places[j, sent]) * self.topology.slots + slot)
         return filled_up(taken)
 
     def offered(self, level: int) -> Offered:

@@ -142,7 +142,7 @@ def settle(state: State, *, arrivals: Trace | None = None) -> State:
     settled = trees.map(
         torch.clone, state._replace(params=x, memory=trees.map_nodes(Memory, lambda _: new, state.memory))
     )
-    settled.params.taken_at = state.params.taken_at  # the run goes on
+    settled.params.taken_at = state.params.taken_at if arrivals is None else None  # the run goes on, a replay does not
     if not weight.dim():
         state.params.taken_at, box.owner = collectives.MAIL_IS_ELSEWHERE, weakref.ref(settled.params)
     return settled
@@ -164,7 +164,9 @@ def _left(ring: collectives.Ring, arrivals: Trace) -> Tensor:
     for i, messages in arrivals.settled:
         for j, s in messages:
             place = arrivals.places[j, s]
-            slot = ring.to[j, place].tolist().index(i)
+            rule = "the messages in flight in the state are not those at the end of the trace: it has settled, or is of another trace."
+            require(i in (receivers := ring.to[j, place].tolist()), "settle(state, arrivals=trace)", rule)
+            slot = receivers.index(i)
             taken[i].append((j * ring.to.shape[1] + place) * ring.to.shape[2] + slot)
     return filled_up(taken)
 

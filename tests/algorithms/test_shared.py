@@ -119,7 +119,10 @@ def test_a_guarded_mean_leaves_a_bad_workers_own_as_it_is_and_moves_the_rest_of_
     df.check_replicas(assert_parted("all_reduce", batch=batch_of, wrap=df.guard, around=around))
 
 
-@pytest.mark.parametrize(("row", "lone"), [("all_reduce", None), ("diloco", None), ("decoupled_diloco", OUT)])
+@pytest.mark.parametrize(
+    ("row", "lone"),
+    [("all_reduce", None), ("diloco", None), ("decoupled_diloco", OUT), ("adapt_then_combine", OUT)],
+)
 def test_a_worker_without_weight_is_left_out_with_its_own_too(row, lone):
     def batch_of(worker, t, choose):
         targets, weight = batch(worker, t, choose)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import decentfn as df
+from decentfn.core import trees
 from decentfn.planning import Cluster, Link
 from decentfn.testing import on_ranks
 from decentfn.timing import Exchange
@@ -44,6 +45,9 @@ def mistaken(rank, make, kind):
         state, _ = step(used, batch(rank, t), t)
     elif kind == "a settled state's forerunner":
         state = df.settle(used)
+    elif kind == "a copy from before":
+        used, before = trees.map(torch.clone, used), used
+        state, _ = step(before, batch(rank, t), t)
     elif kind == "init again":
         state, t = init(starts()[rank]), 0
     else:
@@ -54,7 +58,7 @@ def mistaken(rank, make, kind):
     with pytest.raises((ValueError, RuntimeError)) as error:
         step(used, batch(rank, 10), 10)
     if kind != "a loss that raises":
-        t += kind == "a step twice"
+        t += kind in ("a step twice", "a copy from before")
         step(state, batch(rank, t), t)
     return str(error.value)
 
@@ -65,6 +69,7 @@ def mistaken(rank, make, kind):
     [
         ("a step twice", "mail is taken once"),
         ("a settled state's forerunner", "mail is taken once"),
+        ("a copy from before", "mail is taken once, and the own step t=10 was taken"),
         ("init again", "or a later init"),
         ("a loss that raises", "mail that it took is gone"),
     ],
@@ -123,6 +128,59 @@ def test_a_replay_that_leaves_out_levels_is_refused_with_the_worker_and_step():
     step(state, zeros, 1)
 
 
+@pytest.mark.parametrize("make", MAKE)
+def test_a_replay_goes_on_from_a_copy_at_its_level_and_begins_at_no_other(make):
+    """Who begins later would take mail that nobody has sent, of zeros."""
+    algorithm = built(make)
+    trace = random_trace(algorithm.topology, 80, 0)
+    step = df.donate(df.simulate(algorithm.step, N, arrivals=trace))
+    batches = torch.stack([batch(i, 0) for i in range(N)])
+    fresh = df.stack(algorithm.init(starts()[0]), N, arrivals=trace)
+    state = trees.map(torch.clone, fresh)
+    for level in range(7):
+        state, _ = step(state, batches, level)
+    for wrong, level in ((fresh, 7), (state, 0), (state, 6), (state, 8)):
+        with pytest.raises(
+            ValueError, match=rf"t={level}\): the messages in flight in the state are not those of level {level} "
+        ):
+            step(trees.map(torch.clone, wrong), batches, level)
+    copy = trees.map(torch.clone, state)
+    for one in (state, copy):
+        step(one, batches, 7)
+    assert all(map(torch.equal, state.params, copy.params))
+
+
+def test_a_state_with_more_room_than_a_trace_needs_replays_it_alike():
+    algorithm, trace = built(df.asynchronous_gradient_push), random_trace(ONE_PEER, 80, 0)
+    wider = max((random_trace(ONE_PEER, 80, seed, late=0.9) for seed in range(3)), key=lambda trace: trace.room)
+    ends = []
+    for room in (trace, wider):
+        state, step = (
+            df.stack(algorithm.init(starts()[0]), N, arrivals=room),
+            df.simulate(algorithm.step, N, arrivals=trace),
+        )
+        for level in range(len(trace.levels)):
+            state, _ = step(state, torch.stack([batch(i, level) for i in range(N)]), level)
+        ends.append(df.settle(state, arrivals=trace))
+    assert wider.room > trace.room
+    assert float(memory_of(ends[1]).weight.sum()) == pytest.approx(N, abs=1e-12)
+    assert all(map(torch.equal, ends[0].params, ends[1].params))
+
+
+def test_a_settled_replay_is_settled_once_and_another_trace_begins_at_level_0():
+    algorithm, trace = built(df.asynchronous_gradient_push), random_trace(ONE_PEER, 80, 0)
+    state = df.settle(replayed(algorithm, trace, starts(), batch), arrivals=trace)
+    with pytest.raises(
+        ValueError, match=r"settle\(state, arrivals=trace\): the messages in flight in the state are not those"
+    ):
+        df.settle(state, arrivals=trace)
+    step = df.simulate(algorithm.step, N, arrivals=trace)
+    for level in range(len(trace.levels)):
+        state, _ = step(state, torch.stack([batch(i, level) for i in range(N)]), level)
+    state = df.settle(state, arrivals=trace)
+    assert float(memory_of(state).weight.sum()) == pytest.approx(N, abs=1e-12)
+
+
 # -- the clock ----------------------------------------------------------------------------------------------------------
 
 
@@ -169,6 +227,21 @@ def after_a_restart(rank, folder, make, first):
     if first:
         df.checkpoint.save(folder, settled, 1, extra={"t": t})
     return settled, df.trace(), df.consensus_mean(df.ema_state(settled))
+
+
+def going_back(rank, folder):
+    init, step = built(df.asynchronous_gradient_push)
+    state = init(starts()[rank])
+    df.checkpoint.save(folder, state, 0)
+    for _ in range(2):
+        for t in range(5):
+            state, _ = step(state, batch(rank, t), t)
+        state = df.checkpoint.restore(folder, df.settle(state)).state
+    return float(memory_of(state).weight)
+
+
+def test_settled_ranks_go_back_to_their_checkpoint(tmp_path):
+    assert sum(on_ranks(N, going_back, tmp_path)) == pytest.approx(N, abs=1e-12)
 
 
 @pytest.mark.parametrize("make", MAKE)

@@ -94,7 +94,7 @@ def _take_kernel(
     box, _ = _mailbox(handle, workers, "take")
     if workers:
         at_once = to[..., :0] if late else to  # all steps end at once, so nothing arrives during one
-        rows = addressed(at_once) if context.arrivals is None else context.arrivals.arriving(int(t), late)
+        rows = addressed(at_once) if context.arrivals is None else context.arrivals.arriving(int(t), late, to.shape[1])
         return sum_of_mail(own, values, shares, rows)
     if box is None:
         return [*(torch.zeros_like(x, dtype=wide(x.dtype)) for x in own), shares.new_zeros(())]

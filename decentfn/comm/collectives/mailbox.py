@@ -25,6 +25,7 @@ from decentfn.comm.collectives.failures import brief_reason
 from decentfn.comm.collectives.membership import world
 from decentfn.comm.collectives.outside import gather_objects
 from decentfn.comm.collectives.world import World
+from decentfn.core.arguments import require
 from decentfn.core.buckets import Buckets, wide
 from decentfn.topologies import Topology
 
@@ -80,6 +81,13 @@ class Mailbox:
         self._threads = [threading.Thread(target=run, args=(letter,), daemon=True) for run, letter in both]
         for thread in self._threads:
             thread.start()
+
+    def require_next(self, step: int) -> None:
+        """Raise ValueError if this own step is over, and its state was a copy: the mail of both would be taken by one."""
+        rule = f"mail is taken once, and the own step t={step} was taken with another copy of this state; go on with what it has "
+        way_out = "returned, or go back on all ranks: init(params), and df.checkpoint.restore(directory, state)."
+        is_next = self.record.is_settled or step >= self.record.first + len(self.record.sent)
+        require(is_next, f"step(state, batch, t={step})", rule + way_out)
 
     def take(
         self, step: int, own: Sequence[Tensor], counts: Mapping[int, int] | None = None, *, late: bool = False
