@@ -25,7 +25,7 @@ _OFTEN, _RARE = [], [pytest.mark.thorough, pytest.mark.one_in(3)]
 rows = pytest.mark.parametrize(
     "row", [pytest.param(name, marks=_OFTEN if name in FAMILIES[1::3] else _RARE) for name in ROWS]
 )
-_SELDOM = [pytest.mark.thorough, pytest.mark.one_in(12)]
+_SELDOM = [pytest.mark.thorough, pytest.mark.one_in(24)]
 few_rows = pytest.mark.parametrize(
     "row", [pytest.param(name, marks=_OFTEN if name in FAMILIES[1::3] else _SELDOM) for name in ROWS]
 )
@@ -465,7 +465,7 @@ def test_a_run_that_mixes_moments_on_a_schedule_of_their_own_resumes_and_resizes
 
 
 def test_every_pair_of_wrappers_keeps_the_state_of_both():
-    """guard, ema, average_buffers, mix_state in any order and pair: the same parameters."""
+    """guard, ema, average_buffers, mix_state, two of them or all, in either order: the same parameters."""
     topology = df.topology("static-ring", N)
     wrappers = {
         "guard": df.guard,
@@ -481,8 +481,6 @@ def test_every_pair_of_wrappers_keeps_the_state_of_both():
         states = [algorithm.init(problem.params(i), problem.buffers(i)) for i in range(N)]
         return df.params(_train(df.simulate(algorithm.step, N), problem.stacked(states), range(5)))
 
-    for size in (2, 3, 4):
-        for names in itertools.combinations(wrappers, size):
-            ends = [trained(order) for order in itertools.permutations(names)]
-            for end in ends[1:]:
-                torch.testing.assert_close(end, ends[0], rtol=0, atol=0)
+    for names in [*itertools.combinations(wrappers, 2), tuple(wrappers)]:
+        one, other = trained(names), trained(names[::-1])
+        torch.testing.assert_close(one, other, rtol=0, atol=0)

@@ -144,7 +144,7 @@ RESTS = {
 
 
 @pytest.mark.thorough
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", NUMBERS)
 def test_numbers_of_algorithms_are_inputs(name):
     graphs, n, ends = Graphs(), 4, []

@@ -61,7 +61,7 @@ def compiled_ranks_agree(subject: Subject) -> None:
 
 def donated_is_pure(subject: Subject) -> None:
     """A donated step on ranks, traced or eager, is bitwise equal to the eager pure step."""
-    donated = _full(subject)
+    donated = _traced(subject)[0]
     pure = ranks(subject, donated._replace(backend=None))
     for run in (donated, donated._replace(backend="donate")):
         for mine, theirs in zip(ranks(subject, run), pure, strict=True):
@@ -91,19 +91,20 @@ _MIXED_BUFFERS = Run(with_buffers=True, wrappers=(average_buffers,))
 
 @lru_cache(maxsize=64)
 def _full(subject: Subject) -> Run:
-    """Return a traced run with loss scaling, EMA and, if accepted, averaged buffers: one trace for many promises."""
+    """Return a run with loss scaling, EMA and, if accepted, averaged buffers; eager if the step alone is traced."""
     wrappers = (average_buffers, _averaged) if _takes(subject, _MIXED_BUFFERS) else (_averaged,)
-    return Run("aot_eager", with_buffers=True, losses=(_scaled,), wrappers=wrappers)
+    backend = "aot_eager" if subject.backend == "inductor" else "donate"
+    return Run(backend, with_buffers=True, losses=(_scaled,), wrappers=wrappers)
 
 
 def _compiled(subject: Subject) -> Run:
     """Return a run compiled by the subject's backend, with EMA; if it only traces, the run that is traced anyway."""
-    return Run("inductor", wrappers=(_averaged,)) if subject.backend == "inductor" else _full(subject)
+    return Run("inductor", wrappers=(_averaged,)) if subject.backend == "inductor" else _traced(subject)[0]
 
 
 def _traced(subject: Subject) -> tuple[Run, ...]:
-    """Return the traced runs: of one worker per process, and of two unless the subject is only traced."""
-    return _full(subject), *([Run("aot_eager", local=2)] if subject.backend == "inductor" else [])
+    """Return the traced runs: with all wrappers, and of two workers per process; if it only traces, of the step alone."""
+    return (_full(subject), Run("aot_eager", local=2)) if subject.backend == "inductor" else (Run("aot_eager"),)
 
 
 def _packed(subject: Subject) -> Run:
@@ -128,9 +129,7 @@ def _takes(subject: Subject, run: Run) -> bool:
 
 
 _FEW = 4
-
 _MAY_CHOOSE_APART = 0.05
-
 _MAY_ROUND_APART = 0.01
 """Fraction of values that two computations, equal to rounding, may round to different bfloat16 numbers."""
 
@@ -235,7 +234,7 @@ def works_by_autograd(subject: Subject) -> None:
     """`df.autograd` agrees with the traced gradient on ranks, in one graph, donated, with every feature; the invariants
     hold if one worker overflows, and with accumulation and two workers per process.
     """
-    traced = _full(subject)
+    traced = _full(subject)._replace(backend="aot_eager")
     run = traced._replace(losses=(autograd, *traced.losses))
     expected = simulated(subject, traced)[-1]
     assert_close(simulated(subject, run)[-1], expected)
@@ -270,7 +269,8 @@ def _overflowing(batches: Batches) -> Batches:
 
 def keeps_an_ema(subject: Subject) -> None:
     """`df.ema` keeps the moving average of every worker's parameters, on ranks, compiled by Inductor and donated."""
-    history = ranks(subject, _compiled(subject))
+    run = _compiled(subject)
+    history = ranks(subject, run if run.wrappers else _full(subject))
     expected = trees.map(torch.Tensor.double, params_of(history[0]))
     for state in history[1:]:
         expected = trees.map(lambda e, x: 0.8 * e + 0.2 * x.double(), expected, params_of(state))
@@ -378,7 +378,7 @@ def check_algorithm(
         how: arguments of `Subject`: `hyperparameters={"beta": 0.5}` is passed to the algorithm, `laws=()` declares no
             invariant, as of messages drawn by each worker (by default the workers' mean is kept, on a column-stochastic
             graph weighted by `state.memory.weight`, and equal workers without gradients stay equal), `num_workers=`
-            another N, `starts_equal=True` equal parameters, `backend="aot_eager"` traces only, in half of the time.
+            another N, `starts_equal=True` equal parameters, `backend="aot_eager"` traces only, without wrappers.
 
     Returns:
         None for each promise that holds, or the reason for which the algorithm declines it.

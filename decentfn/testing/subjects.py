@@ -66,7 +66,7 @@ class Subject:
         num_workers: N, even.
         starts_equal: all workers must start with the same parameters.
         mixes_narrow: the laws also hold with a narrow `wire_dtype` (group averages round their sums).
-        backend: torch.compile's, of the promises about compiled steps; "aot_eager" traces only, in half of the time.
+        backend: torch.compile's, of the promises about compiled steps; "aot_eager" traces only, without wrappers.
     """
 
     algorithm: Callable[..., Algorithm]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
@@ -178,6 +178,7 @@ def test_without_momentum_it_is_adapt_then_combine_to_the_bit(algorithm, matrice
 
 
 @pytest.mark.parametrize("algorithm", [quasi_global_momentum, decentlam], ids=["quasi_global_momentum", "decentlam"])
+@settings(max_examples=8)
 @given(eta=st.floats(1e-3, 1e3))
 def test_a_constant_learning_rate_need_not_be_named(algorithm, eta):
     p, matrices = problem(4, seed=5), static_ring(4)

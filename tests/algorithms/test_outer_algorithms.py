@@ -386,8 +386,13 @@ def test_nothing_travels_between_the_rounds(monkeypatch, algorithm, expected):
     assert steps_that_speak(monkeypatch, built, p, 10) == expected
 
 
-@algorithms
+@pytest.mark.parametrize(
+    "algorithm",
+    [noloco, *(pytest.param(f, marks=pytest.mark.slow) for f in (slowmo, diloco, streaming_diloco))],
+    ids=lambda f: f.__name__,
+)
 def test_a_graph_for_rounds_and_one_for_the_steps_between_serve_the_whole_run(algorithm):
+    """CI counts those of the others in `test_resting_steps`."""
     p, matrices = problem(N), random_symmetric(N, 3, seed=1)
     counter = CompileCounter()
     built = build(algorithm, p, matrices, LR, **options_of(algorithm))

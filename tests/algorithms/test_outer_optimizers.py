@@ -147,7 +147,7 @@ def test_decoupled_diloco_with_late_and_absent_workers_follows_its_equation(oute
 @each_outer
 @each_bits
 @pytest.mark.parametrize(
-    "delay", [pytest.param(0, marks=pytest.mark.thorough), pytest.param(1, marks=pytest.mark.thorough), 3]
+    "delay", [pytest.param(0, marks=pytest.mark.thorough), pytest.param(1, marks=pytest.mark.slow), 3]
 )
 def test_streaming_diloco_follows_its_equation(outer, bits, delay):
     p, (make, options) = problem(N, starts_equal=True), OUTERS[outer]

@@ -136,9 +136,9 @@ COUNTED = (*LOOPS, "adapt_while_communicate", "adapt_then_combine")
 
 
 def cases():
-    """An outer optimizer and a compressor rest, so the graph without a round of such a form is the plain one's."""
+    """An outer optimizer and a compressor rest (`sparse_loco` is one of `diloco`), so the graph without a round of such a form is the plain one's."""
     for name in COUNTED:
-        is_like_another = name.endswith((" bits", " adam"))
+        is_like_another = name.endswith((" bits", " adam")) or name == "sparse_loco"
         for mode in ("eager", "traced", "autograd", "simulated"):
             if name in FIRST or mode in ("eager", "traced"):
                 is_first = name in FIRST and mode in ("eager", "traced")
@@ -187,7 +187,17 @@ def test_no_round_is_computed_to_learn_that_nothing_is_due(name):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["diloco", *(name for name in SCHEDULED if name not in COUNTED)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "diloco",
+        *(
+            pytest.param(name, marks=[pytest.mark.slow] * ("momentum" in name))
+            for name in SCHEDULED
+            if name not in COUNTED
+        ),
+    ],
+)
 def test_a_thousand_steps_are_two_graphs(name):
     """The graphs of the others are counted above."""
     counter = CompileCounter()

@@ -1,5 +1,7 @@
 """Sampled participation: a random share of the workers takes part in a round, on `sampled` and by `arrives`."""
 
+from functools import lru_cache, partial
+
 import numpy as np
 import pytest
 import torch
@@ -10,9 +12,12 @@ from tests.quadratics import Sgd, flat, loss, problem, run, states
 N, M, H, LR, STEPS = 6, 3, 4, 0.05, 40
 
 
+of_seed = lru_cache(partial(df.topologies.sampled, N, M))
+
+
 def drawn(t, seed=5):
     """The workers of round t, as a mask."""
-    return (df.topologies.mixing_matrix(df.topologies.sampled(N, M, seed=seed), t).diagonal() < 1).numpy()
+    return (df.topologies.mixing_matrix(of_seed(seed=seed), t).diagonal() < 1).numpy()
 
 
 def agree(actual, expected, atol=1e-10):

@@ -200,8 +200,17 @@ def test_one_worker_alone_takes_the_optimizers_steps(function, options):
     np.testing.assert_allclose(run(build(function, p, np.eye(1)[None], LR, **options), p, 5), xs, rtol=0, atol=1e-14)
 
 
-@all_methods
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        pytest.param(
+            *its, id=name, marks=[pytest.mark.slow] * (name not in ("gradient_tracking atc", "relay_sgd models"))
+        )
+        for name, its in ALL.items()
+    ],
+)
 def test_a_step_leaves_its_input_alone_and_compiles_into_one_graph(function, options):
+    """Donated, each is tried by the contract."""
     p, counter = problem(4, starts_equal=options.get("relay") == "gradients"), CompileCounter()
     algorithm = build(function, p, path(4), LR, **options)
     eager = df.simulate(algorithm.step, 4)

@@ -168,7 +168,7 @@ METHODS = {
 
 
 @pytest.mark.thorough
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("mode", ["eager", "donated", "aot_eager", "ranks", "donated on ranks"])
 @pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
 @pytest.mark.parametrize("algorithm", METHODS, ids=lambda f: f.__name__)

@@ -17,10 +17,10 @@ pytestmark = pytest.mark.thorough
 STEPS = 5
 ON_TWO, ON_FOUR, ON_EIGHT = (
     ("ring", "one-peer-exp"),
-    ("complete", "ring", "one-peer-exp", "alternating-exp-ring"),
+    ("complete", "alternating-exp-ring"),
     ("ring",),
 )
-"""Topologies of the core algorithms; the contract runs each of its rows on four ranks."""
+"""Topologies of the core algorithms; the contract runs each of its rows on four ranks, on the first two, too."""
 
 
 def assert_same(ranks_results, simulated, local=1, sums_are_rounded=False):
@@ -110,7 +110,7 @@ def traced(built, rank):
     return graph.code, [constant.tolist() for _, constant in sorted(graph.named_buffers())]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("row", contract.ROWS)
 def test_what_is_traced_does_not_know_the_rank(row):
     """Ranks share compiled code, found by the graph that Dynamo sees; a rank in it would be that of who compiled first."""

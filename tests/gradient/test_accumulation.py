@@ -9,6 +9,7 @@ from torch._dynamo.utils import counters
 
 import decentfn as df
 from decentfn.core import trees
+from decentfn.testing.ranks import alone_as_rank_of, on_kept_ranks
 from tests import network
 
 pytestmark = pytest.mark.thorough
@@ -94,19 +95,23 @@ def test_aux_of_micro_batches_that_differs_in_shape_is_a_list_with_both_gradient
         assert [list(x.shape) for x in aux] == [[1], [2]]
 
 
-def on_this_rank():
-    here = df.init()
+def test_gloo_ranks_accumulate_as_vmap_does():
     init, step = accumulating()
-    state, step = init(network.params()), df.compile(step, backend="aot_eager")
-    for t in range(4):
-        batch = in_micro_batches(tuple(x[here.rank] for x in network.batches(here.size, t)), 4, axis=0)
-        state, metrics = step(state, batch, t)
-    return trees.leaves(state), metrics
+    step = df.compile(step, backend="aot_eager")
 
+    starts = on_kept_ranks(N, lambda rank: init(network.params()))
 
-def test_gloo_ranks_accumulate_as_vmap_does(ranks):
+    def train(rank):
+        state = trees.map(torch.clone, starts[rank])
+        for t in range(4):
+            batch = in_micro_batches(tuple(x[rank] for x in network.batches(N, t)), 4, axis=0)
+            state, metrics = step(state, batch, t)
+        return trees.leaves(state), metrics
+
+    with alone_as_rank_of(N):  # compiled once, before all run it
+        train(0)
     expected, metrics = trajectory("adapt_while_communicate", 4)
-    for rank, (leaves, mine) in enumerate(ranks(N).run(on_this_rank)):
+    for rank, (leaves, mine) in enumerate(on_kept_ranks(N, train)):
         assert_close(leaves, [leaf[rank] for leaf in expected])
         assert_close([mine.loss, mine.aux], [metrics.loss[rank], metrics.aux[rank]])
 

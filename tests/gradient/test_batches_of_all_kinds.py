@@ -74,9 +74,18 @@ def trained_on(kind, mode, around):
     return stepped(loss_fn, {"x": given.clone().as_subclass(kind)}, mode)
 
 
-@pytest.mark.parametrize("around", [lambda loss_fn: loss_fn, df.autograd], ids=["traced", "autograd"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", [Tagged, Refusing])
+AROUND = pytest.mark.parametrize("around", [lambda loss_fn: loss_fn, df.autograd], ids=["traced", "autograd"])
+
+
+@AROUND
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [
+        *((kind, mode) for kind in (Tagged, Refusing) for mode in ("eager", "simulated", "donated")),
+        *(pytest.param(*cell, marks=pytest.mark.thorough) for cell in ((Tagged, "compiled"), (Refusing, "both"))),
+        *(pytest.param(*cell, marks=pytest.mark.slow) for cell in ((Refusing, "compiled"), (Tagged, "both"))),
+    ],
+)
 def test_a_tensor_of_a_subclass_trains_as_a_plain_one_and_the_loss_is_plain(kind, mode, around):
     state, metrics = trained_on(kind, mode, around)
     expected, plain = trained_on(torch.Tensor, mode, around)
@@ -94,7 +103,7 @@ def test_by_autograd_a_batch_keeps_its_class(mode):
     torch.testing.assert_close(loss, (2 * batch @ torch.ones(3)).square().mean(-1))
 
 
-@pytest.mark.parametrize("around", [lambda loss_fn: loss_fn, df.autograd], ids=["traced", "autograd"])
+@AROUND
 def test_a_buffer_that_a_loss_takes_from_such_a_batch_is_plain(around):
     loss_fn = around(
         lambda params, old, batch: ((batch @ params["w"]).square().mean(), (0.5 * (old + batch.mean(0)), None))

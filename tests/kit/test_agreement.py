@@ -12,6 +12,7 @@ from decentfn import compressors
 from decentfn.comm.fingerprint import structure
 from decentfn.kit import Options
 from decentfn.testing import on_ranks
+from decentfn.testing.ranks import on_kept_ranks
 from tests import network
 
 ALGORITHMS = df.algorithms.__all__
@@ -72,7 +73,7 @@ def refused(*algorithms):
             return str(error)
         return "accepted"
 
-    answers = on_ranks(2, start)
+    answers = on_kept_ranks(2, start)
     assert answers[0] == answers[1]
     return answers[0]
 

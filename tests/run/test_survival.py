@@ -246,7 +246,7 @@ def test_after_a_join_momentum_that_is_left_of_an_old_disagreement_moves_the_par
 @pytest.mark.parametrize("name", ["d2", "a2cid2", "power_gossip", "decentlam", "choco_sgd", "extra", "gasloc"])
 def test_an_algorithm_goes_on_with_a_schedule_that_it_accepts(name):
     """Whoever is lost, and for whomever joins; on every schedule on which it can be built."""
-    for schedule, n in itertools.product(losses.SCHEDULES, (4, 5, 6)):
+    for schedule, n in itertools.product(losses.SCHEDULES, (5, 6)):
         try:
             built = losses.of_row(name, schedule)(n)
         except ValueError:

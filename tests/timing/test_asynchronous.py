@@ -302,7 +302,7 @@ def test_compiled_ranks_are_replayed():
 
 @pytest.mark.thorough
 def test_a_long_run_with_a_rank_that_is_slow_at_times_is_replayed_bit_for_bit():
-    assert_replayed(ONE_PEER, 4 * 300, 0.004)
+    assert_replayed(ONE_PEER, 4 * 150, 0.004)
 
 
 # -- what is refused ----------------------------------------------------------------------------------------------------

@@ -59,8 +59,11 @@ def by_its_equation(trace, topology, own, eta, beta):
     return phi, w
 
 
-@pytest.mark.parametrize("compiled", [None, "aot_eager"])
-@pytest.mark.parametrize("topology", [ONE_PEER, DIRECTED, EVERYONE], ids=lambda made: made.name)
+@pytest.mark.parametrize(
+    ("topology", "compiled"),
+    [(ONE_PEER, None), (DIRECTED, None), (EVERYONE, None), (EVERYONE, "aot_eager")],
+    ids=lambda of: getattr(of, "name", of),
+)
 def test_it_follows_its_equation(topology, compiled):
     algorithm = built(topology, outer_learning_rate=0.6, outer_momentum=0.8)
     trace = random_trace(algorithm.topology, 40 * N, 0, rates=[4, 2, 1, 1])
@@ -141,8 +144,9 @@ def test_without_gradients_mass_is_conserved_and_all_reach_the_weighted_mean(top
 @pytest.mark.thorough
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_mass_is_conserved_over_ten_thousand_events(dtype):
-    conserves(ONE_PEER, 0, 10_000, dtype, make=outer, compiled="eager")
+def test_mass_is_conserved_over_two_thousand_events(dtype):
+    """Gradient push, whose mail it is, over ten thousand."""
+    conserves(ONE_PEER, 0, 2_000, dtype, make=outer, compiled="eager")
 
 
 def test_what_a_narrow_wire_rounds_stays_with_the_sender():
@@ -152,7 +156,13 @@ def test_what_a_narrow_wire_rounds_stays_with_the_sender():
 # -- ranks --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("around", [df.donate, partial(df.compile, backend="eager")], ids=["donated", "compiled"])
+@pytest.mark.parametrize(
+    "around",
+    [
+        pytest.param(df.donate, id="donated"),
+        pytest.param(partial(df.compile, backend="eager"), id="compiled", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_of_ranks_is_replayed_bit_for_bit(around):
     assert_replayed(ONE_PEER, 120, 0.002, partial(df.asynchronous_diloco, inner_steps=H), around)
 

@@ -435,8 +435,16 @@ def test_matrices_by_muon_and_the_rest_by_adamw():
     assert_equal(df.params(state), plain_loop(Both, start()))
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Counting", "Muon"])
-@pytest.mark.parametrize("around", [None, df.autograd], ids=["traced", "autograd"])
+@pytest.mark.parametrize(
+    ("around", "name"),
+    [
+        (None, "AdamW"),
+        pytest.param(None, "Counting", marks=pytest.mark.thorough),
+        pytest.param(df.autograd, "Counting", marks=pytest.mark.thorough),
+        *(pytest.param(*cell, marks=pytest.mark.slow) for cell in ((None, "Muon"), (df.autograd, "AdamW"))),
+        pytest.param(df.autograd, "Muon", marks=pytest.mark.slow),
+    ],
+)
 def test_a_guarded_step_keeps_the_state_where_a_gradient_is_bad(name, around, monkeypatch):
     if around is not None:
         monkeypatch.setitem(globals(), "loss_fn", around(loss_fn))

@@ -214,7 +214,7 @@ def test_with_a_learning_rate_it_solves_a_parabola(name, make):
     assert distance(x) < 0.01 * start
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @compiled_transform
 @pytest.mark.parametrize("interpreter", ["one worker", "vmap"])
 def test_all_updates_are_one_graph(make, interpreter):

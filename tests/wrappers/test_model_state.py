@@ -1,5 +1,6 @@
 """Buffers, averages over time and over workers, optimizers that see the mix, and who reads which sample."""
 
+import itertools
 from collections import OrderedDict
 
 import pytest
@@ -213,9 +214,18 @@ def bits_of(x):
     return x.contiguous().view(torch.int16 if x.dtype.itemsize == 2 else torch.int32)
 
 
-@pytest.mark.parametrize("mode", ["eager", "donated", "aot_eager", "ranks"])
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("name", ["static-ring", "complete", "random-matching", "every"])
+TRACED = (("static-ring", False), ("every", True))
+"""Messages, and means of groups on a schedule that rests."""
+
+
+@pytest.mark.parametrize(
+    ("name", "overlap", "mode"),
+    [
+        pytest.param(*cell, mode, marks=[pytest.mark.slow] * (mode == "aot_eager" and cell not in TRACED))
+        for cell in itertools.product(("static-ring", "complete", "random-matching", "every"), (True, False))
+        for mode in ("eager", "donated", "aot_eager", "ranks")
+    ],
+)
 def test_buffers_that_are_equal_on_all_workers_stay_bit_for_bit(name, overlap, mode):
     """Of any value and dtype; a third of three and of seven equal numbers adds up to another one."""
     for n in ((3,) if overlap else (7,)) if mode == "aot_eager" else (3, 7):
