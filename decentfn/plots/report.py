@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
@@ -55,8 +56,9 @@ def page(paths: Sequence[Path]) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a name as text for Plotly, which reads tags, entities, %{...} and $...$."""
-    return html.escape(" ".join(str(value).split())[:80], quote=False).replace("%", "&#37;").replace("$", "&#36;")
+    """Return a name as text for Plotly, which reads tags, entities, %{...} and $...$; of a long one both ends."""
+    text = re.sub("^(.{20}).{4,}(.{56})$", r"\1 ... \2", " ".join(str(value).split()))
+    return html.escape(text, quote=False).replace("%", "&#37;").replace("$", "&#36;")
 
 
 def _table(runs: Sequence[_Run]) -> str:
