@@ -133,7 +133,9 @@ def require_distinct(call: str, state: Any) -> None:
     spans.sort()
     for (_, end, first), (start, _, second) in zip(spans, spans[1:], strict=False):
         if start < end:
-            way_out = "clone one of them" + (", or use donate=False" if call == "compile" else "")
+            way_out = "clone one of them, in an algorithm's memory by kit.copy_wide(x)" + (
+                ", or use donate=False" if call == "compile" else ""
+            )
             raise ValueError(
                 f"{call}(step): leaves {first!r} and {second!r} of the state share memory, so a donated step would "
                 f"update it twice; {way_out}."

@@ -55,8 +55,9 @@ def page(paths: Sequence[Path]) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a name as text for Plotly, which reads tags, entities, %{...} and $...$."""
-    return html.escape(" ".join(str(value).split())[:80], quote=False).replace("%", "&#37;").replace("$", "&#36;")
+    """Return a name as text for Plotly, which reads tags, entities, %{...} and $...$; of a long one both ends."""
+    text = text if len(text := " ".join(str(value).split())) <= 80 else f"{text[:20]} ... {text[-55:]}"
+    return html.escape(text, quote=False).replace("%", "&#37;").replace("$", "&#36;")
 
 
 def _table(runs: Sequence[_Run]) -> str:
@@ -278,8 +279,7 @@ def _timeline(file: Path) -> tuple[str, Any]:
     for what, since, until, color in ("computes", start, end - waited, 5), ("waits", end - waited, end, 4):
         some, at = until > since, np.indices((shown, n)).reshape(2, -1)
         bar = {"base": since[some], "x": (until - since)[some], "customdata": at[0, some], "y": at[1, some]}
-        look = {"orientation": "h", "width": 0.5, "name": what, "hovertemplate": hover, "marker_color": COLORS[color]}
-        figure.add_bar(**bar, **look)
+        figure.add_bar(**bar, orientation="h", width=0.5, name=what, hovertemplate=hover, marker_color=COLORS[color])
     m = np.asarray(its.messages)
     m = m[(m[:, 0] != m[:, 1]) & (m[:, 3] <= np.nanmax(end))][: 2 * _BARS]
     x, y = (np.insert(m[:, pair], 2, np.nan, axis=1).ravel() for pair in ([2, 3], [0, 1]))

@@ -15,7 +15,7 @@ from decentfn.core import PyTree, trees
 from decentfn.core.buckets import Buckets, wide
 from decentfn.engine import cache as compile_cache
 from decentfn.engine.compilation import compile
-from decentfn.engine.donation import donate
+from decentfn.engine.donation import donate, require_distinct
 from decentfn.engine.simulation import simulate
 from decentfn.gradient import LossFn
 from decentfn.kit.step import Algorithm
@@ -99,6 +99,7 @@ class Subject:
         seeds = [0 if self.starts_equal else i for i in workers]
         buffers = [(problem.buffers(i),) if with_buffers else () for i in seeds]
         states = [algorithm.init(problem.params(i, dtypes), *more) for i, more in zip(seeds, buffers, strict=True)]
+        require_distinct("donate", states[0])
         return problem.stacked(states) if stacked else states[0]
 
 

@@ -120,9 +120,10 @@ def test_restarts_losses_of_workers_and_checkpoints_are_marks_and_time_goes_on(t
 
 
 def test_of_several_runs_settings_that_differ_are_shown_and_others_not(tmp_path, capsys):
+    folder = tmp_path / ("long" * 30)
     for name, rate in ("a", 0.1), ("b", 0.2):
-        write(tmp_path / name / "log.jsonl", [{"config": {"lr": rate, "steps": 8}}, row(0, [1.0])])
-    page = reported(capsys, tmp_path / "a", tmp_path / "b")
+        write(folder / name / "log.jsonl", [{"config": {"lr": rate, "steps": 8}}, row(0, [1.0])])
+    page = reported(capsys, folder / "a", folder / "b")
     assert {"config: lr", "0.1", "0.2"} <= set(page.texts) and "config: steps" not in page.texts
     assert page.texts.count("steps") == 1  # those that were taken
     assert len({curve(page.figures[0], f"{name}/log, mean")["line"]["color"] for name in "ab"}) == 2

@@ -1,5 +1,7 @@
 """`df.testing` finds what is wrong with a user's own algorithm, topology, transform or compressor."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 
@@ -13,6 +15,10 @@ from decentfn.testing import PROMISES
 from decentfn.testing.subjects import Run, ranks
 
 pytestmark = pytest.mark.thorough
+
+
+class Memory(NamedTuple):
+    x: kit.Buckets
 
 
 def my_algorithm(fault):
@@ -36,9 +42,9 @@ def my_algorithm(fault):
                 state.params[0].add_(1.0)
             if fault == "no collective order" and df.init().rank:
                 x = trees.map(torch.clone, state.params)
-            return State(x, local), Metrics(g.loss, g.aux, g.loss)
+            return State(x, local, state.memory), Metrics(g.loss, g.aux, g.loss)
 
-        return worker.algorithm(step)
+        return worker.algorithm(step, Memory if fault == "remembers the parameters themselves" else None)
 
     return algorithm
 
@@ -54,6 +60,11 @@ def ring(n):
         ("learns nothing", "works_alone", "^works_alone: .*the loss of one batch went from (.*) to \\1 "),
         ("widens", "dtypes_stay", "returned a state with params.2 torch.float32"),
         ("writes over its input", "dtypes_stay", "wrote over 'params"),
+        (
+            "remembers the parameters themselves",
+            "traced_ranks_agree",
+            r"'memory.*x.(\d)' and 'params.\1'.*copy_wide\(x\)",
+        ),
         ("no collective order", "interpreters_agree", "^interpreters_agree: params.0"),
     ],
 )
