@@ -39,6 +39,8 @@ def evaluate(metric: Callable[..., Any], state: Any, batches: Iterable[Any], *, 
 
     No gradient is computed. The mean is over the samples of all processes: a short last batch counts by its samples,
     and a process may have no batch. A module of `df.functional` is in eval mode meanwhile, and its buffers stay.
+    Of parameters that are not shared each process takes its own, and one with several workers its first one's; to compare
+    them, `evaluate_replicas`.
 
     If a worker is several processes, they run the module together, each on its own batch (a tensor-parallel worker's on
     the same batch). A process with fewer batches repeats its last one, which does not count; having none is an error if
