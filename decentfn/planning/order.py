@@ -46,7 +46,7 @@ def renumbered(cluster: Cluster, nbytes: float) -> tuple[Cluster, str]:
     order, links = np.array(workers[:: cluster.workers_per_node]) // cluster.workers_per_node, cluster.links
     rates, late = (np.asarray(its, dtype=float) for its in (links.gbit_per_s, links.latency_ms))
     rates, late = (its[np.ix_(*[order] * its.ndim)] if its.ndim else its for its in (rates, late))
-    named = [links.names[i] if links.names else str(i) for i in order.tolist()]
+    named = [str(links.names[i]) if links.names else str(i) for i in order.tolist()]
     return replace(cluster, links=Links(rates, late, links.efficiency)), ", ".join(named)
 
 
