@@ -19,11 +19,9 @@ from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from decentfn import kit
-from decentfn.comm import collectives
-from decentfn.comm.gossip.plain import arrived, post
+from decentfn.comm import collectives, gossip
 from decentfn.compressors.shaped import matrix_shape, orthonormal
 from decentfn.compressors.wire import leaves
 from decentfn.core import draws, trees
@@ -82,20 +80,20 @@ def power_gossip(
     if options.get("wire_dtype") is not None:
         raise ValueError("power_gossip(wire_dtype=...): messages are low-rank already; choose a smaller rank.")
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
-    gossip = LowRankGossip(_undirected(topology), rank, iterations, seed)
+    low_rank = LowRankGossip(_undirected(topology), rank, iterations, seed)
 
     def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         x, (directions,) = state.params, state.memory
         mixed = x
         for i in range(iterations - 1):
-            mixed, directions = gossip.collect(gossip.post(mixed, directions, t, i), mixed, directions, t)
-        posted = gossip.post(mixed, directions, t, iterations - 1)
+            mixed, directions = low_rank.collect(low_rank.post(mixed, directions, t, i), mixed, directions, t)
+        posted = low_rank.post(mixed, directions, t, iterations - 1)
         g, local = worker.gradient(x, state.local, batch, t, after=[sent.posted for sent in posted])
-        mixed, directions = gossip.collect(posted, mixed, directions, t, list(g.grads))
+        mixed, directions = low_rank.collect(posted, mixed, directions, t, list(g.grads))
         u, local = worker.update(g.grads, g, local, x)
         return kit.State(kit.add(mixed, u), local, Memory(directions)), g.metrics
 
-    return worker.algorithm(step, lambda x: Memory(gossip.first(x)), whole_buckets=True)
+    return worker.algorithm(step, lambda x: Memory(low_rank.first(x)), whole_buckets=True)
 
 
 def _undirected(topology: kit.Topology) -> kit.Topology:
@@ -218,13 +216,17 @@ def _post(
             q = orthonormal(next(columns).reshape(p.shape[0], long, r) * inside)
             values = leaf.reshape(m, n).to(q.dtype)
             right, left = values @ q[:, :n], values.T @ q[:, :m]
-            own_side = torch.where(even, pad(right, (0, 0, 0, long - m)), pad(left, (0, 0, 0, long - n)))
+            own_side = torch.where(
+                even,
+                torch.nn.functional.pad(right, (0, 0, 0, long - m)),
+                torch.nn.functional.pad(left, (0, 0, 0, long - n)),
+            )
             orthonormals.append(q)
             message.append(own_side.reshape(p.shape[0], long * r).to(x.dtype))
         elif last:
             message.append(leaf.expand(p.shape[0], -1))
     own = torch.cat(message, 1) if message else x.new_empty(p.shape[0], 0)
-    return LowRankRound(orthonormals, post(loose([own], [plan]), row), even, last)
+    return LowRankRound(orthonormals, gossip.post(loose([own], [plan]), row), even, last)
 
 
 def _collect(
@@ -233,7 +235,7 @@ def _collect(
     """Return the bucket after the round, and q `[K, V]`."""
     dtype = kit.wide(x.dtype)
     own, flags = posted.posted.own[0], posted.posted.flags
-    theirs = arrived(posted.posted, [own], after=after)[0].to(dtype)
+    theirs = gossip.arrived(posted.posted, [own], after=after)[0].to(dtype)
     difference = own.to(dtype) - theirs
     if flags is not None:
         difference = torch.where(flags.own, difference, torch.zeros_like(difference))
