@@ -91,6 +91,7 @@ def test_a_link_s_time_is_that_of_its_bytes():
     assert f"| DDP, compiled | 2 | {second + exchange * (1 - mib) + 0.2:.1f} |" in shown
 
 
+@pytest.mark.thorough
 def test_a_part_without_time_is_left_out_and_one_that_fails_is_named(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("OUT", str(tmp_path))
     for name in ("DECENTFN_TEST_DEVICE", "PYTHONPATH"):
@@ -104,6 +105,7 @@ def test_a_part_without_time_is_left_out_and_one_that_fails_is_named(monkeypatch
     assert '"failure": "exit code 2"' in (tmp_path / "speed.json").read_text()
 
 
+@pytest.mark.thorough
 def test_the_memory_of_a_peer_is_its_peak_beside_the_others(examples, monkeypatch):
     """100 bytes are others'; it keeps 10, its first steps take 5 more, and those in a block 9."""
     from benchmarking import measure

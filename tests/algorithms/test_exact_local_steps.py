@@ -141,6 +141,7 @@ def test_a_worker_with_a_bad_gradient_applies_its_correction_so_the_mean_moves_a
     assert np.abs(correction).max() > 1e-3 and int(state.local.guard.skipped.sum()) > STEPS
 
 
+@pytest.mark.thorough
 def test_nids_converges_at_one_rate_on_every_graph_where_exact_diffusion_does():
     """The largest stable rate, below 2/L, is one for all W: here 1.8/L on a ring, a chain and the complete graph."""
     p = problem(N)

@@ -15,14 +15,21 @@ from tests.contract import FAMILIES, ROWS
 
 N, OUT = 4, "!*.matrix"
 LEFT_OUT = ("float32.matrix", "float64.matrix")
-each_row = pytest.mark.parametrize("row", [row for row in ROWS if not row.startswith("asynchronous")])
+each_row = pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, marks=[pytest.mark.thorough] * (row not in FAMILIES))
+        for row in ROWS
+        if not row.startswith("asynchronous")
+    ],
+)
 OWN_MESSAGES = ("choco_sgd", "power_gossip")
 """Families whose messages are computed from buckets: of these CI traces the step, and `-m slow` of the others."""
 each_family = pytest.mark.parametrize(
     "row",
     [
-        *("d2", "diloco"),
-        *(pytest.param(row, marks=pytest.mark.thorough) for row in OWN_MESSAGES),
+        "diloco",
+        *(pytest.param(row, marks=pytest.mark.thorough) for row in ("d2", *OWN_MESSAGES)),
         *(pytest.param(row, marks=pytest.mark.slow) for row in FAMILIES if row not in ("d2", *OWN_MESSAGES)),
     ],
 )

@@ -184,6 +184,7 @@ def test_what_is_wrong_is_named_and_nothing_else(found, words):
         assert any(word in line for line in lines), lines
 
 
+@pytest.mark.thorough
 def test_a_plan_takes_the_slowest_of_measured_links(tmp_path, capsys):
     path, found = tmp_path / "links.json", with_pairs(slow_host)
     path.write_text(json.dumps(found))

@@ -115,6 +115,7 @@ def test_batched_over_workers_as_alone(compressor, dtype):
         torch.testing.assert_close(values[i], compressor.decompress(message, plan), rtol=0, atol=rounding)
 
 
+@pytest.mark.thorough
 @every_compressor
 def test_the_compiled_compressor_says_the_same(compressor):
     x, plan = bucket()

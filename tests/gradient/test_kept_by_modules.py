@@ -77,6 +77,7 @@ def _made(net):
     return net, algorithm, algorithm.init(params, buffers)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("transform", [lambda step: step, df.donate, lambda step: df.compile(step, backend="eager")])
 def test_simulated_workers_keep_what_each_of_them_would_on_its_own_rank(name, transform):

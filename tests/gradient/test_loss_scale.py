@@ -260,7 +260,7 @@ def train(dtype, backend, steps=3):
     return state, torch.stack(losses)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.thorough)])
 def test_autocast_in_the_loss_keeps_float32_masters_eager_and_compiled(dtype):
     state, losses = train(dtype, None)
     assert all(p.dtype == torch.float32 for p in trees.leaves(df.params(state)))

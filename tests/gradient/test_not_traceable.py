@@ -82,6 +82,12 @@ BOTH = ("a branch on a value", "an error of a package")
 """Of PyTorch and of the loss: CI traces a simulation of these."""
 
 
+def tier_of(name, mode):
+    if mode == "compiled, simulated" and name not in BOTH:
+        return [pytest.mark.slow]
+    return [pytest.mark.thorough] if "compiled" in mode and name != BOTH[0] else []
+
+
 def _batch():
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(5, 2, 4, generator=draw)
@@ -102,7 +108,7 @@ def _step(loss_fn, mode):
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
-        pytest.param(name, mode, marks=[pytest.mark.slow] * (mode == "compiled, simulated" and name not in BOTH))
+        pytest.param(name, mode, marks=tier_of(name, mode))
         for name in LOSSES
         for mode in ("eager", "simulated", "compiled", "compiled, simulated")
     ],

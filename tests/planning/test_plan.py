@@ -223,6 +223,7 @@ def test_a_checkpoint_has_the_bytes_of_the_states(method, dtype):
     assert of(found, method).checkpoint == pytest.approx(n * held, rel=1e-3)
 
 
+@pytest.mark.thorough
 def test_a_node_as_worker_and_a_narrow_wire_are_named_if_links_between_nodes_are_the_limit():
     inside, between = Link(200, 0.01), Link(10)
     made = df.plan(Cluster(24, between, inside, workers_per_node=4), 10**8, compute_seconds=0.2)

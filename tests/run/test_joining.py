@@ -150,7 +150,9 @@ def test_three_workers_become_four(name, monkeypatch):
         assert (phi == phi[0]).all()
 
 
-@pytest.mark.parametrize("name", ["push-sum", "late push-sum", "tracking"])
+@pytest.mark.parametrize(
+    "name", ["push-sum", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("late push-sum", "tracking"))]
+)
 def test_a_newcomer_takes_the_place_of_a_lost_worker(name):
     seen = run(4, Linear(name), leaves=1)
     left = [its for rank, its in enumerate(seen) if rank != 1]

@@ -46,7 +46,10 @@ def trained(algorithm, state, steps):
     return state
 
 
-@pytest.mark.parametrize("wrap", [lambda algorithm: algorithm, lambda algorithm: df.ema(algorithm, 0.9)])
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda algorithm: algorithm, pytest.param(lambda algorithm: df.ema(algorithm, 0.9), marks=pytest.mark.thorough)],
+)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_run_that_goes_on_on_another_topology_ends_where_one_from_its_parameters_does(name, wrap, tmp_path, caplog):
     """Not so with the copies of the other topology's neighbors, whose weighted sum would stay wrong for ever."""

@@ -206,15 +206,22 @@ def test_a_worker_whose_wait_does_not_end_hears_that_others_call_the_roll():
     assert [its[-1][2] for its in seen[1:]] == [3, 3, 3] and len(seen[1]) == STEPS
 
 
-@pytest.mark.parametrize("local", [1, 2])
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    ("local", "when"),
+    [
+        (1, "before"),
+        *(pytest.param(*cell, marks=pytest.mark.thorough) for cell in ((2, "before"), (1, "after"), (2, "after"))),
+    ],
+)
 def test_a_process_may_die_within_the_first_step(local, when):
     kept, failed = losses.survived(losses.of_row("d2", "static-ring"), 3, {1: (0, when)}, local=local)
     assert losses.faults(kept, failed, [0, 2], "d2", 0) == []
 
 
-@pytest.mark.parametrize("row", ["d2", "a2cid2", "power_gossip"])
-@pytest.mark.parametrize("joins", [None, 5])
+@pytest.mark.parametrize(
+    "row", ["d2", *(pytest.param(row, marks=pytest.mark.thorough) for row in ("a2cid2", "power_gossip"))]
+)
+@pytest.mark.parametrize("joins", [pytest.param(None, marks=pytest.mark.thorough), 5])
 def test_the_mean_of_those_that_are_left_is_kept_on_a_schedule_that_suits(row, joins):
     kept, failed = losses.survived(losses.of_row(row, "one-peer-exp"), 4, {1: (3, "after")}, joins=joins)
     assert losses.faults(kept, failed, [0, 2, 3] + [4] * bool(joins), row, 3) == []
@@ -243,7 +250,16 @@ def test_after_a_join_momentum_that_is_left_of_an_old_disagreement_moves_the_par
     assert rate < 0.91 and losses.spread([kept[seat][end] for seat in range(4)]) < rate ** (end - first)
 
 
-@pytest.mark.parametrize("name", ["d2", "a2cid2", "power_gossip", "decentlam", "choco_sgd", "extra", "gasloc"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("d2", "choco_sgd"),
+        *(
+            pytest.param(name, marks=pytest.mark.thorough)
+            for name in ("a2cid2", "power_gossip", "decentlam", "extra", "gasloc")
+        ),
+    ],
+)
 def test_an_algorithm_goes_on_with_a_schedule_that_it_accepts(name):
     """Whoever is lost, and for whomever joins; on every schedule on which it can be built."""
     for schedule, n in itertools.product(losses.SCHEDULES, (5, 6)):

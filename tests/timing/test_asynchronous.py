@@ -188,6 +188,7 @@ def test_one_worker_replays_a_trace_and_is_its_optimizer():
         torch.testing.assert_close(value[0], x[name].detach(), atol=1e-12, rtol=0)
 
 
+@pytest.mark.thorough
 def test_fast_workers_do_not_count_more():
     """Rates 4, 1, 1, 1: r_i w_i become equal, so the fixed point is near the plain mean; Σ r f has it at 1.29."""
     topology, rates = df.topology("random-matching", N), [4, 1, 1, 1]
@@ -290,11 +291,14 @@ def assert_replayed(topology, steps, pause, make=df.asynchronous_gradient_push, 
         assert (got - one).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize(("topology", "every"), [(ONE_PEER, 1), (df.topology("static-exp", N), 2)])
+@pytest.mark.parametrize(
+    ("topology", "every"), [(ONE_PEER, 1), pytest.param(df.topology("static-exp", N), 2, marks=pytest.mark.thorough)]
+)
 def test_a_run_of_ranks_is_replayed_bit_for_bit(topology, every):
     assert_replayed(topology, 120, 0.002, partial(df.asynchronous_gradient_push, every=every))
 
 
+@pytest.mark.thorough
 def test_compiled_ranks_are_replayed():
     """Traced ranks compute what eager ones do."""
     assert_replayed(ONE_PEER, 60, 0.002, around=lambda step: df.compile(step, backend="eager"))

@@ -38,7 +38,9 @@ def assert_as_promised(made, result, found):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("n", [2, 4, 5, 6, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "n", [2, 4, 5, pytest.param(6, marks=pytest.mark.thorough), pytest.param(8, marks=pytest.mark.slow)]
+)
 def test_whoever_is_lost_the_others_schedule_keeps_its_promises(name, n):
     made = make(name, n)
     if made is None:
@@ -60,7 +62,7 @@ def test_whoever_is_lost_the_others_schedule_keeps_its_promises(name, n):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("num_workers", [1, 3, 5, 6, 9])
+@pytest.mark.parametrize("num_workers", [1, 3, 5, *(pytest.param(n, marks=pytest.mark.thorough) for n in (6, 9))])
 def test_the_schedule_of_another_number_keeps_its_promises(name, num_workers):
     made = make(name, 4)
     result = made.resized(num_workers)

@@ -71,6 +71,7 @@ def test_one_global_merge_at_the_end_leaves_all_workers_at_the_mean():
     np.testing.assert_allclose(merged[-1], np.tile(alone[-1].mean(0), (N, 1)), atol=1e-14)
 
 
+@pytest.mark.thorough
 def test_shuffled_rounds_are_those_of_the_schedule_each_about_as_often():
     rounds = [mixing_matrix(ring(N), t) for t in range(2)]
     drawn = [mixing_matrix(shuffled(ring(N), seed=1), t) for t in range(200)]
@@ -87,6 +88,7 @@ def test_preconditions_say_what_to_do():
         shuffled(df.topology("random-matching", N))
 
 
+@pytest.mark.thorough
 @every_name
 def test_a_combination_of_a_schedule_with_a_start_has_the_matrices_of_its_definition(name):
     if (part := make(name, N)) is None:

@@ -470,6 +470,7 @@ MESSAGES_4096 = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [name for name in topology_names() if name not in {"graph", "star"}])
 def test_names_build_for_4096_workers(name):
     needs_nodes = name in {"alternating-exp-ring", "hierarchical"}

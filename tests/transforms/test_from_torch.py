@@ -438,7 +438,7 @@ def test_matrices_by_muon_and_the_rest_by_adamw():
 @pytest.mark.parametrize(
     ("around", "name"),
     [
-        (None, "AdamW"),
+        pytest.param(None, "AdamW", marks=pytest.mark.thorough),
         pytest.param(None, "Counting", marks=pytest.mark.thorough),
         pytest.param(df.autograd, "Counting", marks=pytest.mark.thorough),
         *(pytest.param(*cell, marks=pytest.mark.slow) for cell in ((None, "Muon"), (df.autograd, "AdamW"))),
