@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from decentfn.comm.collectives import World, all_processes, close, kept_world, met, outside_error, replace_world, world
-from decentfn.core import brief, context, require
+from decentfn.core import brief, context, operator, require
 from decentfn.core.buckets import Place, Places
-from decentfn.core.scalars import operator
 from decentfn.errors import RunError, StepMismatch
 from decentfn.torch_private import inductor
 from decentfn.torch_private.distributed import offset_of_shard

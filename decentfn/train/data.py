@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
 
-from decentfn.core import trees
-from decentfn.core.arguments import at_least, brief, checks_numbers, require
+from decentfn.core import at_least, brief, checks_numbers, require, trees
 from decentfn.core.draws import drawing_by, hashed, worker_seed
 from decentfn.train.epochs import GENERATORS, Epochs
 from decentfn.train.own_steps import until

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from inspect import isgeneratorfunction
@@ -14,10 +13,9 @@ import numpy as np
 import torch
 
 from decentfn.comm import collectives
-from decentfn.core.arguments import brief
+from decentfn.core import brief, log
 from decentfn.core.draws import generator_states, set_generator_states
 
-_log = logging.getLogger("decentfn")
 GENERATORS = (torch.Generator, np.random.Generator, random.Random)
 """Kinds of generators whose states are kept."""
 
@@ -111,7 +109,7 @@ class Epochs(Iterator[tuple[int, Any]]):
             self._resumed = dict(state)
             return
         self._first = self._t
-        _log.warning(
+        log.warning(
             "epochs: process %d of %d read these batches, and this is process %d of %d: epoch %d starts again, with t=%d",
             *(*state["process"], here.rank, here.size, self._epoch, self._t),
         )

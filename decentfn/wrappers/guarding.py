@@ -10,10 +10,8 @@ from torch import Tensor
 
 from decentfn.comm import collectives, gossip
 from decentfn.comm.fingerprint import agree, describe
-from decentfn.core import trees
-from decentfn.core.arguments import brief, checks_numbers
+from decentfn.core import PyTree, brief, checks_numbers, trees
 from decentfn.core.buckets import Buckets, everywhere_within_worker, is_finite, known_finite
-from decentfn.core.trees import PyTree
 from decentfn.errors import NonFinite
 from decentfn.kit.state import Guarded, Metrics, State, kind_of
 from decentfn.kit.step import Algorithm, require_bare

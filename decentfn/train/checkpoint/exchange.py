@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import warnings
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from decentfn import sharded
 from decentfn.comm import collectives
-from decentfn.core import brief, checks_numbers, require, trees
+from decentfn.core import brief, checks_numbers, log, require, trees
 from decentfn.errors import CheckpointCorrupt
 from decentfn.gradient.parameter_swap import entries_of, lock_of_module, weights
 from decentfn.kit.state import State
@@ -33,7 +32,6 @@ from decentfn.train.consensus import (
     require_sharded_alike,
 )
 
-_log = logging.getLogger("decentfn")
 _WRAPPED = "module."
 """What DistributedDataParallel and DataParallel put before every name."""
 
@@ -211,7 +209,7 @@ def export(path: str | Path, module: nn.Module, state: State, *, format: str = "
     require(format in ("safetensors", "dcp"), "export", '"safetensors" or "dcp".', format=format)
     own = sorted(s.name for b in state.params.plan.buckets if not b.is_shared for s in b.segments)
     if own and collectives.all_processes().rank == 0:
-        _log.warning(
+        log.warning(
             "export: no message carries %s (shared=), so they have no mean, and %s has worker 0's; those of each worker are in "
             "df.state_dict(module, state), df.worker(state, i) of a stacked one",
             brief(own).strip("[]"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -16,8 +15,7 @@ from torch import Tensor
 
 from decentfn.algorithms.mail import with_room
 from decentfn.comm import collectives
-from decentfn.core import trees
-from decentfn.core.arguments import brief
+from decentfn.core import brief, log, trees
 from decentfn.core.buckets import Buckets, Place
 from decentfn.core.draws import set_generator_states
 from decentfn.errors import CheckpointCorrupt
@@ -28,7 +26,6 @@ from decentfn.train.collective_calls import on_all, on_first, one_path
 from decentfn.train.consensus import is_stacked
 from decentfn.train.own_steps import memory_of, with_room_of
 
-_log = logging.getLogger("decentfn")
 _MEMORY_OF = {"sparse_loco": "diloco"}
 """Algorithms that had a memory of their own, and whose it is now."""
 
@@ -107,10 +104,10 @@ def _tell(found: str, state: Any, saved_workers: int, skipped: dict[str, Checkpo
     if collectives.all_processes().rank > 0:
         return
     for path, error in skipped.items():
-        _log.warning("restore skipped %s, and read %s: %s", path, found, error)
+        log.warning("restore skipped %s, and read %s: %s", path, found, error)
     num_workers = collectives.world().num_workers * layout.local_workers(state)
     if num_workers != saved_workers:
-        _log.warning(
+        log.warning(
             "restore: %s was saved by %d workers, and there are %d: each starts from their mean, and with process 0's extra and "
             "generators; redivide the data (docs/resizing.md)",
             found,
@@ -128,7 +125,7 @@ def _tell_rate(template: Any, restored: Any) -> None:
     differing = [(a, b) for a, b in zip(mine, theirs, strict=True) if not math.isclose(a, b, rel_tol=1e-12)]
     if differing and collectives.all_processes().rank == 0:
         built, saved = differing[0]
-        _log.warning(
+        log.warning(
             "restore: the run continues with the checkpoint's learning rate %g; this optimizer was built with %g: "
             "df.set_learning_rate(state, %g) sets it",
             saved,
@@ -145,7 +142,7 @@ def _on_topology(state: Any, about: dict[str, Any], path: Path) -> Any:
     restarts = getattr(layout.own_memory(state), "of_topology", False)
     if collectives.all_processes().rank == 0:
         what = "the memory belongs to that one and starts again" if restarts else "parameters and memory continue"
-        _log.warning("restore: %s was saved on topology %s, and the state is on %s: %s", path, theirs, mine, what)
+        log.warning("restore: %s was saved on topology %s, and the state is on %s: %s", path, theirs, mine, what)
     if not restarts:
         return state
 
