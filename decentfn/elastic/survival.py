@@ -256,14 +256,10 @@ class _Survivor:
                 self._leave(here)
                 log.info("survive: %s", brief_error(another))
         members = generation_of(here).members
+        why = "" if error is None else f"; {type(error).__name__}"
         log.warning(
-            "survive: of workers %s, %s continue with step t=%d after %.2f s (generation %d%s)",
-            list(before),
-            list(members.seats),
-            todo[0].t,
-            time.monotonic() - since,
-            members.changes,
-            "" if error is None else f"; {type(error).__name__}",
+            f"survive: of workers {list(before)}, {list(members.seats)} continue with step t={todo[0].t} after "
+            f"{time.monotonic() - since:.2f} s (generation {members.changes}{why})"
         )
         return [todo[0]._replace(state=kept_state), *todo[1:]]
 
@@ -320,9 +316,8 @@ def _warn_of_agent() -> None:
     local = os.environ.get("LOCAL_WORLD_SIZE", "1")
     if "TORCHELASTIC_RUN_ID" in os.environ and local != "1" and os.environ.get("LOCAL_RANK") == "0":
         log.warning(
-            "survive(step): torchrun has started %s processes here, and ends them all with the first that dies; only processes of "
-            "other agents would continue. Start one agent for each process (docs/surviving.md, Launching).",
-            local,
+            f"survive(step): torchrun has started {local} processes here, and ends them all with the first that dies; only processes "
+            "of other agents would continue. Start one agent for each process (docs/surviving.md, Launching)."
         )
 
 

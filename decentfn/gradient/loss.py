@@ -29,9 +29,8 @@ def tell_eval_mode(module: nn.Module) -> None:
         getattr(m, "track_running_stats", 0) or isinstance(m, _DROPOUTS) and m.p for m in module.modules()
     ):
         log.warning(
-            "%s is in eval mode, as from_pretrained returns it, so it trains without dropout and with the "
-            "stored batch statistics; module.train() before the first step switches them on",
-            type(module).__name__,
+            f"{type(module).__name__} is in eval mode, as from_pretrained returns it, so it trains without dropout and with the "
+            "stored batch statistics; module.train() before the first step switches them on"
         )
 
 

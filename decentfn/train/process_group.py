@@ -105,10 +105,8 @@ def init(
             collectives.adopt_default_group(device=torch.device(place))
             if gpus > 1:
                 log.warning(
-                    "init(): this is one process, one worker, and %d GPUs are here; `torchrun --nproc-per-node %d script.py` starts "
-                    "a worker on each",
-                    gpus,
-                    gpus,
+                    f"init(): this is one process, one worker, and {gpus} GPUs are here; `torchrun --nproc-per-node {gpus} script.py` "
+                    "starts a worker on each"
                 )
     world = collectives.all_processes()
     if processes_per_worker is not None:

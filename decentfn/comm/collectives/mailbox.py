@@ -221,11 +221,8 @@ class Mailbox:
             self._changed.notify_all()
         if error is not None and not is_known and not self._is_closed:
             log.warning(
-                "rank %d goes on without rank %d, whose connection has ended (%s): it waits for no mail of it, and sends it none; "
-                "the mass of that rank is lost, and nothing else.",
-                self.rank,
-                letter.peer,
-                brief_reason(error),
+                f"rank {self.rank} goes on without rank {letter.peer}, whose connection has ended ({brief_reason(error)}): it waits for "
+                "no mail of it, and sends it none; the mass of that rank is lost, and nothing else."
             )
 
 

@@ -210,10 +210,8 @@ def export(path: str | Path, module: nn.Module, state: State, *, format: str = "
     own = sorted(s.name for b in state.params.plan.buckets if not b.is_shared for s in b.segments)
     if own and collectives.all_processes().rank == 0:
         log.warning(
-            "export: no message carries %s (shared=), so they have no mean, and %s has worker 0's; those of each worker are in "
-            "df.state_dict(module, state), df.worker(state, i) of a stacked one",
-            brief(own).strip("[]"),
-            path,
+            f"export: no message carries {brief(own).strip('[]')} (shared=), so they have no mean, and {path} has worker 0's; those of "
+            "each worker are in df.state_dict(module, state), df.worker(state, i) of a stacked one"
         )
     if format == "safetensors":
         on_first("export", _write, path, state_dict(module, state, consensus=True), module.state_dict(keep_vars=True))
