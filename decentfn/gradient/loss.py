@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from decentfn import sharded
 from decentfn.comm.fingerprint import as_bytes, digest
-from decentfn.core import PyTree, brief, context, log, trees
+from decentfn.core import PyTree, brief, context, log, require, trees
 from decentfn.gradient.parameter_swap import lock_of_module
 from decentfn.torch_private.autograd import version
 
@@ -116,8 +116,7 @@ def require_loss(call: str, loss_fn: Any) -> None:
             f"{call}={brief(loss_fn)}: a module is not a loss; make one of it and a criterion with "
             "`params, buffers, loss_fn = df.functional(module, criterion)`."
         )
-    if not callable(loss_fn):
-        raise ValueError(f"{call}={brief(loss_fn)}: expected a function (params, batch) -> loss.")
+    require(callable(loss_fn), f"{call}={brief(loss_fn)}", "expected a function (params, batch) -> loss.")
 
 
 def takes(function: Callable[..., Any], count: int) -> bool:

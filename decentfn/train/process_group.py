@@ -242,8 +242,7 @@ def _start(backend: str | None, gpus: int, timeout: timedelta) -> None:
     everyone = _gathered(PrefixStore("machines", store), rank, size, own)
     _require_same_versions(everyone, rank)
     for other, its in enumerate(everyone):
-        if its["interface"] is not None:
-            raise ValueError(f"init(): GLOO_SOCKET_IFNAME on rank {other}: {its['interface']}.")
+        require(its["interface"] is None, "init()", f"GLOO_SOCKET_IFNAME on rank {other}: {its['interface']}.")
     taken = [its["gpu"] for its in everyone]
     without = [i for i, gpu in enumerate(taken) if gpu is None or gpu in taken[:i]]
     on_gpu = _takes_gpus(backend) and not without
