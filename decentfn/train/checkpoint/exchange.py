@@ -245,7 +245,9 @@ def import_(path: str | Path) -> dict[str, Tensor]:
             about = file.metadata() or {}
         named |= {name: named[kept] for name, kept in about.items() if name not in named and kept in named}
     except SafetensorError as error:
-        if files.is_from_torch_save(path):
+        with path.open("rb") as file:
+            start = file.read(2)
+        if start in (b"PK", b"\x80\x02"):  # a zip archive, or the former format
             raise ValueError(
                 f"import_({str(path)!r}): a file of PyTorch's own `save`, not of safetensors; give df.load_state_dict what "
                 "PyTorch's `load(path, weights_only=True)` returns, or the state dict in it."
