@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from decentfn.comm.collectives import World, all_processes, close, kept_world, met, outside_error, replace_world, world
-from decentfn.core import brief, context, require
+from decentfn.core import brief, context, operator, require
 from decentfn.core.buckets import Place, Places
-from decentfn.core.scalars import operator
 from decentfn.errors import RunError, StepMismatch
 from decentfn.torch_private import inductor
 from decentfn.torch_private.distributed import offset_of_shard
@@ -140,8 +139,7 @@ def require_unwrapped(module: nn.Module) -> None:
             way_out = "is FSDP1; call torch.distributed.fsdp.fully_shard(module, mesh=world.mesh['shard']) in its place"
         elif (inner := getattr(m, "_orig_mod", None)) is not None and is_sharded(inner):
             way_out = "hides the module that fully_shard was called on; compile that in place, module.compile()"
-        if way_out is not None:
-            raise ValueError(f"df.functional({type(module).__name__}): {name} {way_out}.")
+        require(way_out is None, f"df.functional({type(module).__name__})", f"{name} {way_out}.")
 
 
 def local(x: Tensor) -> Tensor:
@@ -217,8 +215,7 @@ def partition_of(module: nn.Module) -> Partition:
         if any(placement.is_replicate() for placement in p.placements) or has_shards and is_one_axis and tp_size > 1:
             common.add(name)
     strange = [name for name, b in module.named_buffers() if _is_placed(b)]
-    if strange:
-        raise ValueError(f"{call}: the buffers {brief(strange)} are DTensors; give their modules no parallel style.")
+    require(not strange, call, f"the buffers {brief(strange)} are DTensors; give their modules no parallel style.")
     found = [(name, _offset(p), p.shape) for name, p in module.named_parameters()]
     places = tuple((name, Place(tuple(shape), offset)) for name, offset, shape in found if offset is not None)
     return Partition(here.processes_per_worker, tp_size, frozenset(common), places)

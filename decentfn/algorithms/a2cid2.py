@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
+from decentfn.core import require
 from decentfn.topologies import mixing_matrix
 
 _SAMPLED = 256
@@ -75,8 +76,7 @@ def a2cid2(
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
     optimal, alpha = rates(topology)
     rate = optimal if eta is None else eta
-    if rate < 0:
-        raise ValueError(f"a2cid2(eta={eta!r}): η̂ is the rate at which two copies exchange, >= 0.")
+    require(rate >= 0, "a2cid2", "η̂ is the rate at which two copies exchange, >= 0.", eta=eta)
     exchanged = kit.as_input("a2cid2", "eta", (1 - math.exp(-2 * rate)) / 2)
     strength = kit.as_input("a2cid2", "topology", 2 * alpha)
 
@@ -112,8 +112,7 @@ def rates(topology: kit.Topology) -> tuple[float, float]:
     matrices, others = matrices[-rounds:], others[-rounds:]  # without the start
     laplacian = 2 * (torch.eye(n, dtype=torch.float64) - matrices.mean(0))
     gap = float(torch.linalg.eigvalsh(laplacian)[1])
-    if gap < 1e-9:
-        raise ValueError(f"a2cid2(topology={topology.name!r}): its pairs do not connect all workers; use 'ring'.")
+    require(gap >= 1e-9, "a2cid2", "its pairs do not connect all workers; use 'ring'.", topology=topology.name)
     inverse = torch.linalg.pinv(laplacian, hermitian=True)
     resistance = inverse.diagonal()[:, None] + inverse.diagonal() - 2 * inverse
     chi1, chi2 = 1 / gap, 0.5 * float(resistance[others.sum(0) > 0].max())

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.core import trees
+from decentfn.core import require, trees
 from decentfn.optim.transforms import Transform
 from decentfn.optim.transforms.shaped import orthogonalize
 from decentfn.optim.transforms.transform import by_leaf
@@ -62,8 +62,7 @@ def demuon(
     Raises:
         ValueError: λ outside (0, 1], a push-sum topology; from `init`, leaves sharded over the processes of a worker.
     """
-    if not 0 < momentum <= 1:
-        raise ValueError(f"demuon(momentum={momentum!r}): λ, the weight of a new gradient, is in (0, 1].")
+    require(0 < momentum <= 1, "demuon", "λ, the weight of a new gradient, is in (0, 1].", momentum=momentum)
     worker = kit.Worker(loss_fn, optimizer, topology, gossip_rounds=gossip_rounds, **options)
     msgn = by_leaf(Transform(lambda params: (), lambda v, state, params: (trees.map(_msgn, v), state)))
     weight = kit.as_input("demuon", "momentum", momentum)

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from decentfn import kit
 from decentfn.comm import collectives, gossip
-from decentfn.core import trees
-from decentfn.core.arguments import require
+from decentfn.core import require, trees
 from decentfn.core.buckets import loose
 
 _SAMPLED = 64

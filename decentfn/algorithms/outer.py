@@ -23,10 +23,8 @@ from decentfn.comm.gossip.compressed import (
     post_compressed,
     sum_compressed,
 )
-from decentfn.core import trees
-from decentfn.core.arguments import require
+from decentfn.core import Numbers, require, trees
 from decentfn.core.buckets import loose
-from decentfn.core.scalars import Numbers
 from decentfn.optim.transforms.transform import descending, require_descent, require_pair, wants_mix
 from decentfn.topologies import every, later
 

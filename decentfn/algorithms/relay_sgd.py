@@ -20,7 +20,7 @@ from torch import Tensor
 
 from decentfn import kit
 from decentfn.comm import collectives, gossip
-from decentfn.core import Numbers, trees
+from decentfn.core import Numbers, require, trees
 from decentfn.core.buckets import loose
 from decentfn.topologies.rounds import demanding
 
@@ -66,8 +66,7 @@ def relay_sgd(
             unequal parameters with relay="gradients", which would stay unequal.
     """
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
-    if relay not in ("models", "gradients"):
-        raise ValueError(f"relay_sgd(relay={relay!r}): choose 'models' or 'gradients'.")
+    require(relay in ("models", "gradients"), "relay_sgd", "choose 'models' or 'gradients'.", relay=relay)
     if relay == "models" and worker.wire_dtype is not None:
         raise ValueError(
             f"relay_sgd(wire_dtype={worker.wire_dtype}): sums of models rounded to it would lose small updates "
@@ -139,10 +138,9 @@ def relay_counts(topology: kit.Topology) -> Tensor:
     """
     n, name = topology.num_workers, topology.name
     way_out = "use 'chain', 'binary-tree' or any connected graph of N - 1 undirected links"
-    if topology.period != 1 or topology.start or topology.groups is not None:
-        raise ValueError(
-            f"relay_sgd: {name!r} is not one static graph of messages, but relaying needs a tree; {way_out}."
-        )
+    is_static = topology.period == 1 and not topology.start and topology.groups is None
+    rule = f"{name!r} is not one static graph of messages, but relaying needs a tree; {way_out}."
+    require(is_static, "relay_sgd", rule)
     sources, me = topology.sources[0], torch.arange(n)[:, None]
     is_link = sources != me
     if not torch.equal(sources.gather(0, sources), me.expand_as(sources)):

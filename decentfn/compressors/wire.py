@@ -10,7 +10,6 @@ from torch.nn.functional import pad
 
 from decentfn.core import draws, once, operator
 from decentfn.core.buckets import BucketPlan, wide
-from decentfn.torch_private.functorch import with_workers_first
 
 
 def join(*fields: Tensor) -> Tensor:
@@ -36,14 +35,7 @@ placed = operator(
     "placed(Tensor values, Tensor places, int numel) -> Tensor",
     _placed_kernel,
     lambda values, places, numel: values.new_empty((*values.shape[:-1], numel)),
-    lambda info, in_dims, values, places, numel: (
-        placed(
-            with_workers_first(values, in_dims[0], info.batch_size),
-            with_workers_first(places, in_dims[1], info.batch_size),
-            numel,
-        ),
-        0,
-    ),
+    ("values", "places"),
 )
 """Operator `(values [..., k], places [..., k], numel)` -> zeros `[..., numel]` with the values added at these places.
 
@@ -74,7 +66,7 @@ largest = operator(
     "largest(Tensor x, int k) -> Tensor",
     _largest_kernel,
     lambda x, k: x.new_empty((*x.shape[:-1], k), dtype=torch.int64),
-    lambda info, in_dims, x, k: (largest(with_workers_first(x, in_dims[0], info.batch_size), k), 0),
+    ("x",),
 )
 """Operator `(x [D], k)` -> places `[k]` of the values of largest magnitude, in any order.
 

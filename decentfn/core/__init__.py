@@ -10,6 +10,7 @@ from decentfn.core.arguments import (
     checks_arguments,
     checks_numbers,
     first_difference,
+    log,
     no_such_argument,
     real,
     require,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import re
 import warnings
@@ -189,6 +190,7 @@ def _plain(call: str, name: str, kinds: frozenset[str], value: Any) -> Any:
 
 # -- messages: values and errors in them, and warnings at the user's line ----------------------------------------------
 
+log = logging.getLogger("decentfn")
 _LONGEST, _LONGEST_ERROR = 60, 300
 
 

@@ -23,8 +23,8 @@ kernels: dict[Any, Any] = {}
 def operator(schema: str, kernel: Any, fake: Any, vmap: Any) -> Any:
     """Define an operator of this library by its kernel for every device, its fake kernel, and its `vmap` rule.
 
-    An operator of one worker alone (`workers` = 0) or of all has, in place of a rule, the names of its arguments that have
-    a row for each worker: it is then called once, with all rows first, and so are its results.
+    In place of a rule, it may be the names of the arguments that have a row for each worker: the operator is then called
+    once, with all rows first, and so are its results. If it has an argument `workers`, that is 0 for one worker alone.
     """
     name, _, rest = schema.partition("(")
     _library.define(schema)
@@ -46,7 +46,8 @@ def _of_all_workers(operator: Any, names: list[str], with_rows: tuple[str, ...])
             return None if x is None else functorch.with_workers_first(x, dim, info.batch_size)
 
         its = {name: rows(x, dim) for name, x, dim in zip(names, given, in_dims, strict=True) if name in with_rows}
-        out = operator(*(dict(zip(names, given, strict=True)) | its | {"workers": info.batch_size}).values())
+        its |= {"workers": info.batch_size} if "workers" in names else {}
+        out = operator(*(dict(zip(names, given, strict=True)) | its).values())
         return out, [0] * len(out) if isinstance(out, list) else 0
 
     return rule

@@ -13,7 +13,6 @@ PyTorch's watchdog, which would end the process or sleep for a minute, is kept a
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -28,10 +27,8 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import Store
 
-from decentfn.core.arguments import brief_error
+from decentfn.core import brief_error, log
 from decentfn.errors import RunError
-
-_log = logging.getLogger("decentfn")
 
 ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # the watchdog neither ends the process nor aborts by itself
@@ -128,7 +125,7 @@ def abort(groups: Iterable[dist.ProcessGroup]) -> None:
         try:
             group.abort()
         except RuntimeError as error:
-            _log.error("NCCL does not end its kernels: %s", brief_error(error))
+            log.error("NCCL does not end its kernels: %s", brief_error(error))
 
 
 def watch(of: weakref.ref[Any], require_present: Callable[[Any], None]) -> None:

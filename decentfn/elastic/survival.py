@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 import weakref
@@ -19,7 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from decentfn.comm import collectives
 from decentfn.comm.collectives import World
-from decentfn.core import PyTree, as_step, brief, brief_error
+from decentfn.core import PyTree, as_step, brief, brief_error, log
 from decentfn.core.buckets import Buckets
 from decentfn.elastic import connections, joining
 from decentfn.elastic.generation import Generation, Members, awaited_run, begin, generation_of, go_on
@@ -30,7 +29,6 @@ from decentfn.kit.state import State, kept
 from decentfn.kit.step import Step
 from decentfn.topologies.resized import in_place
 
-_log = logging.getLogger("decentfn")
 _LOOK_S = 0.2
 """Interval at which a worker answers its door and the first one looks for newcomers, which takes 0.1 ms."""
 
@@ -226,7 +224,7 @@ class _Survivor:
                     return self._connect(here, members, decision, state, [seat]), decision.step
                 except RuntimeError as lost:
                     # One more was lost meanwhile; the others go on without this process.
-                    _log.info("join: %s; waiting again", brief_error(lost))
+                    log.info("join: %s; waiting again", brief_error(lost))
                     here.hang_up()
                     self._liveness.close()
 
@@ -256,16 +254,12 @@ class _Survivor:
                 kept_state = self._connect(here, members, decision, todo[0].state, newcomers)
             except RuntimeError as another:  # one more was lost meanwhile
                 self._leave(here)
-                _log.info("survive: %s", brief_error(another))
+                log.info("survive: %s", brief_error(another))
         members = generation_of(here).members
-        _log.warning(
-            "survive: of workers %s, %s continue with step t=%d after %.2f s (generation %d%s)",
-            list(before),
-            list(members.seats),
-            todo[0].t,
-            time.monotonic() - since,
-            members.changes,
-            "" if error is None else f"; {type(error).__name__}",
+        why = "" if error is None else f"; {type(error).__name__}"
+        log.warning(
+            f"survive: of workers {list(before)}, {list(members.seats)} continue with step t={todo[0].t} after "
+            f"{time.monotonic() - since:.2f} s (generation {members.changes}{why})"
         )
         return [todo[0]._replace(state=kept_state), *todo[1:]]
 
@@ -321,10 +315,9 @@ def _warn_of_agent() -> None:
     """Log once per machine that torchrun ends all processes of an agent with the first that dies."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "1")
     if "TORCHELASTIC_RUN_ID" in os.environ and local != "1" and os.environ.get("LOCAL_RANK") == "0":
-        _log.warning(
-            "survive(step): torchrun has started %s processes here, and ends them all with the first that dies; only processes of "
-            "other agents would continue. Start one agent for each process (docs/surviving.md, Launching).",
-            local,
+        log.warning(
+            f"survive(step): torchrun has started {local} processes here, and ends them all with the first that dies; only processes "
+            "of other agents would continue. Start one agent for each process (docs/surviving.md, Launching)."
         )
 
 

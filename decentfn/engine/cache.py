@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -13,9 +12,8 @@ from typing import Any, cast
 import torch
 from filelock import FileLock, Timeout
 
+from decentfn.core import log
 from decentfn.torch_private.inductor import cache_dir, forget_instructions, lookup_backend, without_faults
-
-_log = logging.getLogger("decentfn")
 
 _PATIENCE_S = 600.0  # time that a rank waits for another one's compiler before it compiles itself
 
@@ -36,7 +34,7 @@ def inductor(
                     raise
                 for path in damaged:
                     path.unlink(missing_ok=True)  # another rank may have removed it
-                _log.warning(
+                log.warning(
                     "removed %d file(s) of Inductor's cache that a kill or a full disk had damaged", len(damaged)
                 )
                 removed |= damaged
@@ -81,7 +79,7 @@ def _turn() -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        _log.debug("waiting for the rank that compiles")
+        log.debug("waiting for the rank that compiles")
         with contextlib.suppress(Timeout), lock.acquire(timeout=_PATIENCE_S):
             pass
     try:

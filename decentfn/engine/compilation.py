@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from decentfn.comm import collectives
-from decentfn.core import PyTree, context, require, trees
+from decentfn.core import PyTree, context, log, require, trees
 from decentfn.engine import cache as compile_cache
 from decentfn.engine.advice import explain
 from decentfn.engine.cuda_graphs import MODE, cuda_recorder, on_device, replayed, require_replayable
@@ -32,7 +31,6 @@ _GRAPHS = 32  # largest number of graphs of a step, for batches of different str
 
 _SILENT_S = 5.0  # time after which a compilation is announced, also where logging is not configured
 
-_log = logging.getLogger("decentfn")
 
 _numbers = itertools.count()
 
@@ -171,16 +169,16 @@ class _Progress:
 
     def begin(self, why: str = "") -> None:
         what = f"{self._verb} {self._name}{why}"
-        _log.debug("%s ...", what)
+        log.debug("%s ...", what)
         self.since = time.perf_counter()
         if collectives.all_processes().rank == 0:
-            self._timer = threading.Timer(_SILENT_S, _log.warning, (f"{what}{self._patience}",))
+            self._timer = threading.Timer(_SILENT_S, log.warning, (f"{what}{self._patience}",))
             self._timer.daemon = True
             self._timer.start()
 
     def end(self, done: bool = True) -> None:
         if done and self.since is not None:
-            _log.debug("compiled %s in %.1f s", self._name, time.perf_counter() - self.since)
+            log.debug("compiled %s in %.1f s", self._name, time.perf_counter() - self.since)
         self.since = None
         if self._timer is not None:
             self._timer.cancel()

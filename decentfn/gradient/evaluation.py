@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from decentfn.comm import collectives
-from decentfn.core import PyTree, brief, context, trees
+from decentfn.core import PyTree, brief, context, require, trees
 from decentfn.core.buckets import Buckets, each, mean_of_processes, mean_within_worker
 from decentfn.core.stacking import in_chunks
 from decentfn.errors import RunError
@@ -39,10 +39,8 @@ def partition_of_loss(loss_fn: LossFn) -> Partition:
             f"loss_fn={brief(inner)}: a worker is {size} processes, and PyTorch shards a module over them: fully_shard(module, "
             'mesh=world.mesh["shard"]), then df.functional(module, ...) and df.autograd(loss_fn) (docs/large_models.md).'
         )
-    if ByAutograd not in around:
-        raise ValueError(
-            f"loss_fn={brief(inner)}: the gradient of a sharded module is PyTorch's own; write df.autograd(loss_fn)."
-        )
+    rule = "the gradient of a sharded module is PyTorch's own; write df.autograd(loss_fn)."
+    require(ByAutograd in around, f"loss_fn={brief(inner)}", rule)
     return inner.partition
 
 
@@ -60,10 +58,8 @@ def require_inputs(call: str, loss_fn: LossFn, params: PyTree, buffers: PyTree) 
     there, form, way_out = "buffers", "(params, buffers, batch)", "leave the buffers out: init(params)"
     if buffers is None:
         there, form, way_out = "no buffers", "(params, batch)", "call init(params, buffers)"
-    if not takes(loss_fn, form.count(",") + 1):
-        raise ValueError(
-            f"{call}: there are {there}, but the loss does not take {form}; write loss_fn{form}, or {way_out}."
-        )
+    rule = f"there are {there}, but the loss does not take {form}; write loss_fn{form}, or {way_out}."
+    require(takes(loss_fn, form.count(",") + 1), call, rule)
     return buffers
 
 

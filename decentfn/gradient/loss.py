@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,11 +13,9 @@ from torch import Tensor, nn
 
 from decentfn import sharded
 from decentfn.comm.fingerprint import as_bytes, digest
-from decentfn.core import PyTree, brief, context, trees
+from decentfn.core import PyTree, brief, context, log, require, trees
 from decentfn.gradient.parameter_swap import lock_of_module
 from decentfn.torch_private.autograd import version
-
-_log = logging.getLogger("decentfn")
 
 _DROPOUTS = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout
 
@@ -31,10 +28,9 @@ def tell_eval_mode(module: nn.Module) -> None:
     if not module.training and any(
         getattr(m, "track_running_stats", 0) or isinstance(m, _DROPOUTS) and m.p for m in module.modules()
     ):
-        _log.warning(
-            "%s is in eval mode, as from_pretrained returns it, so it trains without dropout and with the "
-            "stored batch statistics; module.train() before the first step switches them on",
-            type(module).__name__,
+        log.warning(
+            f"{type(module).__name__} is in eval mode, as from_pretrained returns it, so it trains without dropout and with the "
+            "stored batch statistics; module.train() before the first step switches them on"
         )
 
 
@@ -120,8 +116,7 @@ def require_loss(call: str, loss_fn: Any) -> None:
             f"{call}={brief(loss_fn)}: a module is not a loss; make one of it and a criterion with "
             "`params, buffers, loss_fn = df.functional(module, criterion)`."
         )
-    if not callable(loss_fn):
-        raise ValueError(f"{call}={brief(loss_fn)}: expected a function (params, batch) -> loss.")
+    require(callable(loss_fn), f"{call}={brief(loss_fn)}", "expected a function (params, batch) -> loss.")
 
 
 def takes(function: Callable[..., Any], count: int) -> bool:

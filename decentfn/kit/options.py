@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from numbers import Real
@@ -14,8 +13,6 @@ from decentfn.core import brief, no_such_argument, require
 from decentfn.gradient import LossFn, require_loss
 from decentfn.optim.transforms.transform import require_descent, require_pair, wants_mix
 from decentfn.topologies import Topology
-
-_log = logging.getLogger("decentfn")
 
 Shared = str | Sequence[str] | Callable[[str], bool] | None
 """A choice of parameters by their names, as in `Options.shared`."""

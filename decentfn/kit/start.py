@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,14 +11,12 @@ import torch
 from decentfn import sharded
 from decentfn.comm import collectives
 from decentfn.comm.fingerprint import agree, compare, digest, fingerprint, label
-from decentfn.core import PyTree, require, trees
+from decentfn.core import PyTree, log, require, trees
 from decentfn.core.buckets import Buckets, flatten
 from decentfn.kit.options import Shared, left_out
 from decentfn.optim.transforms.transform import masks_of, require_descent
 from decentfn.sharded import Partition
 from decentfn.topologies import Topology
-
-_log = logging.getLogger("decentfn")
 
 
 def lay_out(
@@ -72,5 +69,5 @@ def lay_out(
     collectives.compare_steps()
     if collectives.all_processes().rank == 0:
         values, mib = sum(bucket.numel for bucket in x.plan.buckets), x.plan.nbytes / 2**20
-        _log.info("run: %d values (%.4g MiB) in %d buckets, %r", values, mib, len(x), topologies[0])
+        log.info("run: %d values (%.4g MiB) in %d buckets, %r", values, mib, len(x), topologies[0])
     return Buckets(x, replace(x.plan, topology=label(topologies[0])))

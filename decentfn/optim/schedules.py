@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from decentfn.core import Numbers, brief, brief_error, context
-from decentfn.core.arguments import checks_arguments, real, require, rule_of, whole_number
+from decentfn.core import Numbers, brief, brief_error, checks_arguments, context, real, require, rule_of, whole_number
 
 Schedule = Callable[[Tensor], Tensor]
 

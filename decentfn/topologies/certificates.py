@@ -177,15 +177,12 @@ class _Round:
         return float(min(entries.data.min(), self.mean_weights.min()))
 
     def links(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return sources and receivers of all links; a group counts as a circle of its members."""
+        """Return sources and receivers of all links; in a group, those of its first member with the others."""
         receivers, sources = self.sparse.nonzero()
-        if self.mean_weights is None:
-            return sources, receivers
-        members = np.nonzero(self.mean_weights)[0]
-        members = members[np.argsort(self.groups[members], kind="stable")]
-        groups, after = self.groups[members], np.roll(members, -1)
-        after[np.flatnonzero(np.diff(groups, append=-1))] = members[np.flatnonzero(np.diff(groups, prepend=-1))]
-        return np.concatenate([sources, members]), np.concatenate([receivers, after])
+        members = np.nonzero(self.mean_weights)[0] if self.mean_weights is not None else sources[:0]
+        _, first, group = np.unique(self.groups[members], return_index=True, return_inverse=True)
+        firsts = members[first][group]
+        return np.concatenate([sources, members, firsts]), np.concatenate([receivers, firsts, members])
 
 
 class _Schedule:

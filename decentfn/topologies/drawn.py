@@ -54,11 +54,8 @@ def from_draw(name: str, num_workers: int, draw: Callable[[Tensor], tuple[Tensor
     rule = f"sources and destinations are workers, 0 to {num_workers - 1}, or -1 for nobody."
     are_workers = all(bool((table >= -1).all() and (table < num_workers).all()) for this in drawn for table in this[:2])
     require(are_workers, name, rule)
-    made, rounds = (
-        from_rounds(name, num_workers, lambda t: _silent_round(round_of(t)), period=None),
-        map(_silent_round, drawn),
-    )
-    heard, weights = zip(*[(this.heard, this.weights) for this in rounds], strict=True)
+    made = from_rounds(name, num_workers, lambda t: _silent_round(round_of(t)), period=None)
+    heard, weights = zip(*[(this.heard, this.weights) for this in map(made.round, _STEPS_TRIED)], strict=True)
     check(Topology(name, num_workers, torch.stack(heard), torch.stack(weights)))  # all receive something
     return made
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 
 import numpy as np
@@ -76,13 +75,10 @@ def _fewest_factors(n: int, largest: int) -> tuple[int, ...] | None:
     """Return the fewest factors of n that are at most `largest`, in descending order; None if there are none."""
     if n == 1:
         return ()
-    best = None
-    for factor in range(min(n, largest), 1, -1):
-        if n % factor == 0 and (best is None or len(best) > 1 + math.ceil(math.log(n / factor, largest) - 1e-9)):
-            rest = _fewest_factors(n // factor, largest)
-            if rest is not None and (best is None or len(rest) + 1 < len(best)):
-                best = (factor, *rest)
-    return best
+    rests = {
+        factor: _fewest_factors(n // factor, largest) for factor in range(min(n, largest), 1, -1) if n % factor == 0
+    }
+    return min(((factor, *rest) for factor, rest in rests.items() if rest is not None), key=len, default=None)
 
 
 @register_topology("base")

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
 
-from decentfn.core import trees
-from decentfn.core.arguments import at_least, brief, checks_numbers, require
+from decentfn.core import at_least, brief, checks_numbers, require, trees
 from decentfn.core.draws import drawing_by, hashed, worker_seed
 from decentfn.train.epochs import GENERATORS, Epochs
 from decentfn.train.own_steps import until
@@ -267,11 +266,8 @@ def shards(num_samples: int, num_workers: int, batch_size: int, seed: int = 0) -
     for name, count in {"num_samples": num_samples, "num_workers": num_workers, "batch_size": batch_size}.items():
         at_least("shards", name, count, 1)
     step = num_workers * batch_size
-    if num_samples < step:
-        raise ValueError(
-            f"shards(num_samples={num_samples}): a step of {num_workers} workers x {batch_size} needs {step} samples; "
-            "make batch_size smaller."
-        )
+    rule = f"a step of {num_workers} workers x {batch_size} needs {step} samples; make batch_size smaller."
+    require(num_samples >= step, "shards", rule, num_samples=num_samples)
     steps_per_epoch = num_samples // step
 
     @lru_cache(maxsize=2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from inspect import isgeneratorfunction
@@ -14,10 +13,9 @@ import numpy as np
 import torch
 
 from decentfn.comm import collectives
-from decentfn.core.arguments import brief
+from decentfn.core import brief, log, require
 from decentfn.core.draws import generator_states, set_generator_states
 
-_log = logging.getLogger("decentfn")
 GENERATORS = (torch.Generator, np.random.Generator, random.Random)
 """Kinds of generators whose states are kept."""
 
@@ -94,12 +92,9 @@ class Epochs(Iterator[tuple[int, Any]]):
             ValueError: not the state of such a loader and such generators; a batch has been read.
         """
         call, here = "epochs(loader, ...).load_state_dict(state)", collectives.all_processes()
-        if not isinstance(state, Mapping) or "at first" not in state:
-            raise ValueError(
-                f"{call}: {brief(state)} is not the result of state_dict(), which Saver.save(extra=) takes."
-            )
-        if self._at_first:
-            raise ValueError(f"{call}: batches have been read; call it before the loop.")
+        rule = f"{brief(state)} is not the result of state_dict(), which Saver.save(extra=) takes."
+        require(isinstance(state, Mapping) and "at first" in state, call, rule)
+        require(not self._at_first, call, "batches have been read; call it before the loop.")
         theirs, mine = len(state["now"]["own"]), len(self._generators)
         if theirs != mine or state["loader"] is not None and not hasattr(self._loader, "load_state_dict"):
             raise ValueError(
@@ -111,7 +106,7 @@ class Epochs(Iterator[tuple[int, Any]]):
             self._resumed = dict(state)
             return
         self._first = self._t
-        _log.warning(
+        log.warning(
             "epochs: process %d of %d read these batches, and this is process %d of %d: epoch %d starts again, with t=%d",
             *(*state["process"], here.rank, here.size, self._epoch, self._t),
         )

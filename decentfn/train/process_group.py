@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import logging
 import os
 import platform
 from collections.abc import Mapping
@@ -18,15 +17,13 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from decentfn import sharded
 from decentfn.comm import collectives
 from decentfn.comm.collectives import World
-from decentfn.core import brief, checks_numbers, real, require, warn
+from decentfn.core import brief, checks_numbers, log, real, require, warn
 from decentfn.elastic.connections import default_group, reported_as
 from decentfn.elastic.joining import versions, wait_for_run
 from decentfn.engine.memory import keep_freed_memory
 from decentfn.errors import ExchangeTimeout, PlanMismatch
 from decentfn.train.signals import end_with_agent, report_root_cause
 from decentfn.train.store import answered, fresh_part, store_of_environment, store_of_run, unknown_interface
-
-_log = logging.getLogger("decentfn")
 
 _LAUNCHERS = {
     "srun": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
@@ -107,11 +104,9 @@ def init(
             place = f"cuda:{torch.cuda.current_device() if torch.cuda.is_initialized() else 0}" if gpus else "cpu"
             collectives.adopt_default_group(device=torch.device(place))
             if gpus > 1:
-                _log.warning(
-                    "init(): this is one process, one worker, and %d GPUs are here; `torchrun --nproc-per-node %d script.py` starts "
-                    "a worker on each",
-                    gpus,
-                    gpus,
+                log.warning(
+                    f"init(): this is one process, one worker, and {gpus} GPUs are here; `torchrun --nproc-per-node {gpus} script.py` "
+                    "starts a worker on each"
                 )
     world = collectives.all_processes()
     if processes_per_worker is not None:
@@ -168,7 +163,7 @@ def _newcomer(timeout: timedelta) -> World:
         return known
     world = collectives.adopt_default_group(timeout)
     keep_freed_memory()
-    _log.info("init(join=True): waiting for the run at %s:%s", *map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT")))
+    log.info("init(join=True): waiting for the run at %s:%s", *map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT")))
     return wait_for_run(world, answered(lambda: store_of_environment(timeout), timeout), timeout)
 
 
@@ -247,8 +242,7 @@ def _start(backend: str | None, gpus: int, timeout: timedelta) -> None:
     everyone = _gathered(PrefixStore("machines", store), rank, size, own)
     _require_same_versions(everyone, rank)
     for other, its in enumerate(everyone):
-        if its["interface"] is not None:
-            raise ValueError(f"init(): GLOO_SOCKET_IFNAME on rank {other}: {its['interface']}.")
+        require(its["interface"] is None, "init()", f"GLOO_SOCKET_IFNAME on rank {other}: {its['interface']}.")
     taken = [its["gpu"] for its in everyone]
     without = [i for i, gpu in enumerate(taken) if gpu is None or gpu in taken[:i]]
     on_gpu = _takes_gpus(backend) and not without
@@ -271,7 +265,7 @@ def _start(backend: str | None, gpus: int, timeout: timedelta) -> None:
     default_group(PrefixStore("default_pg", store), rank, size, timeout, device, None if backend == "nccl" else backend)
     collectives.adopt_default_group(timeout, device)
     if rank == 0:
-        _log.info("world: %d processes, %s, on %s, timeout %s", size, dist.get_backend_config(), device.type, timeout)
+        log.info("world: %d processes, %s, on %s, timeout %s", size, dist.get_backend_config(), device.type, timeout)
     atexit.register(collectives.leave_default_group)
 
 

@@ -30,16 +30,12 @@ def compare(planned: Prediction, counted: Communication, *, steps: int, seconds:
     MB inside nodes         0         0
     """
     at_least("compare", "steps", steps, 1)
-    share = 1 / steps
-    inside = [counted.inside, counted.within_worker]
+    busier = [max(c.bytes_sent, c.bytes_received) for c in (counted.between, counted.inside, counted.within_worker)]
     rows = {
-        "step ms": (planned.seconds * 1e3, seconds * 1e3),
-        "MB between nodes": (
-            planned.between / 1e6,
-            max(counted.between.bytes_sent, counted.between.bytes_received) / 1e6,
-        ),
-        "MB inside nodes": (planned.inside / 1e6, sum(max(c.bytes_sent, c.bytes_received) for c in inside) / 1e6),
+        "step ms": (f"{planned.seconds * 1e3:.4g}", seconds * 1e3),
+        "of it waiting ms": ("-", counted.seconds_waited * 1e3),
+        "MB between nodes": (f"{planned.between / 1e6:.4g}", busier[0] / 1e6),
+        "MB inside nodes": (f"{planned.inside / 1e6:.4g}", (busier[1] + busier[2]) / 1e6),
     }
-    lines = [f"{name:16} {of_plan:8.4g} {of_run * share:9.4g}" for name, (of_plan, of_run) in rows.items()]
-    waited = f"{'of it waiting ms':16} {'-':>8} {counted.seconds_waited * 1e3 * share:9.4g}"
-    return "\n".join([f"{'per step':16} {'planned':>8} {'measured':>9}", lines[0], waited, *lines[1:]])
+    lines = [f"{name:16} {of_plan:>8} {of_run / steps:9.4g}" for name, (of_plan, of_run) in rows.items()]
+    return "\n".join([f"{'per step':16} {'planned':>8} {'measured':>9}", *lines])

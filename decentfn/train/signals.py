@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import logging
 import os
 import re
 import signal
@@ -22,12 +21,10 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from decentfn.comm import collectives
-from decentfn.core.arguments import at_least
+from decentfn.core import at_least, log
 from decentfn.errors import ExchangeTimeout, PeerLost, RunError
 from decentfn.train.checkpoint import files
 from decentfn.train.collective_calls import as_path, make_directory
-
-_log = logging.getLogger("decentfn")
 
 _SIGNALS = [signal.Signals[name] for name in ("SIGTERM", "SIGUSR1") if name in signal.Signals.__members__]
 
@@ -77,11 +74,11 @@ class Stop:
         except RunError as error:
             if collectives.all_processes().hooks.failure_is_final:
                 raise
-            _log.warning("stop(t=%d): %s; not answered until the workers have agreed on who is left", int(t), error)
+            log.warning("stop(t=%d): %s; not answered until the workers have agreed on who is left", int(t), error)
             stops = False
         if stops:
             names = ", ".join(signal.Signals(number).name for number in self._received)
-            _log.info("all processes stop after step %d: %s", int(t), names or "another process has a signal")
+            log.info("all processes stop after step %d: %s", int(t), names or "another process has a signal")
         return stops
 
     def _hears(self) -> bool:

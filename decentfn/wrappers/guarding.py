@@ -10,10 +10,8 @@ from torch import Tensor
 
 from decentfn.comm import collectives, gossip
 from decentfn.comm.fingerprint import agree, describe
-from decentfn.core import trees
-from decentfn.core.arguments import brief, checks_numbers
+from decentfn.core import PyTree, checks_numbers, require, trees
 from decentfn.core.buckets import Buckets, everywhere_within_worker, is_finite, known_finite
-from decentfn.core.trees import PyTree
 from decentfn.errors import NonFinite
 from decentfn.kit.state import Guarded, Metrics, State, kind_of
 from decentfn.kit.step import Algorithm, require_bare
@@ -46,10 +44,9 @@ def guard(algorithm: Algorithm, limit: int = 20) -> Algorithm:
         ValueError: not an algorithm, or guarded already; `limit` is not an integer >= 1.
     """
     require_bare("guard", algorithm)
-    if limit < 1:
-        raise ValueError(f"guard(limit={brief(limit)}): a number of steps in a row, >= 1.")
-    if algorithm.step.had("guard"):
-        raise ValueError("guard(guard(algorithm)): the algorithm is guarded already; guard it once.")
+    require(limit >= 1, "guard", "a number of steps in a row, >= 1.", limit=limit)
+    rule = "the algorithm is guarded already; guard it once."
+    require(not algorithm.step.had("guard"), "guard(guard(algorithm))", rule)
     init, step = algorithm
     one = step.run
 

@@ -2,6 +2,8 @@
 
 import functools
 import inspect
+import itertools
+import math
 import re
 from pathlib import Path
 
@@ -274,3 +276,11 @@ def test_the_default_of_a_template_serves_a_run_that_lost_any_of_its_workers(tem
 def test_base_of_a_power_of_two_is_one_peer_exp(n):
     base, pairs = topology("base", n), topology("one-peer-exp", n)
     assert torch.equal(base.sources, pairs.sources) and torch.equal(base.weights, pairs.weights)
+
+
+@pytest.mark.parametrize(("n", "k"), [(12, 2), (12, 5), (24, 3), (36, 5), (48, 7), (64, 3)])
+def test_a_hyper_hypercube_takes_the_fewest_rounds(n, k):
+    lengths = itertools.count(1)
+    several = (itertools.combinations_with_replacement(range(2, k + 2), rounds) for rounds in lengths)
+    fewest = next(len(factors) for products in several for factors in products if math.prod(factors) == n)
+    assert topology("hyper-hypercube", n, k=k).period == fewest

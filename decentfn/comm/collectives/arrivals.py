@@ -16,11 +16,8 @@ from torch import Tensor
 from decentfn.comm.collectives.lookup import refuse_size
 from decentfn.comm.collectives.mailbox import Mailbox
 from decentfn.comm.collectives.membership import world
-from decentfn.core.arguments import require
+from decentfn.core import by_handle, context, number_on, of_step, operator, require
 from decentfn.core.buckets import wide
-from decentfn.core.context import context
-from decentfn.core.handles import by_handle
-from decentfn.core.scalars import number_on, of_step, operator
 from decentfn.timing.trace import LEAST_MASS, Offered, filled_up, shares_of
 from decentfn.topologies import Topology
 

@@ -8,7 +8,6 @@ one travels at most: then the sender keeps its mass. So memory is bounded, and a
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 import time
@@ -25,13 +24,12 @@ from decentfn.comm.collectives.failures import brief_reason
 from decentfn.comm.collectives.membership import world
 from decentfn.comm.collectives.outside import gather_objects
 from decentfn.comm.collectives.world import World
-from decentfn.core.arguments import require
+from decentfn.core import log, require
 from decentfn.core.buckets import Buckets, wide
 from decentfn.topologies import Topology
 
 MAIL_IS_ELSEWHERE = sys.maxsize
 """`taken_at` of parameters whose mail is in another state: the one that a step of a rank, `df.settle` or a later `init` returned."""
-_log = logging.getLogger("decentfn")
 _FOREVER = timedelta(days=365)
 _GOODBYE = -1
 """Step of a sender's last message."""
@@ -222,12 +220,9 @@ class Mailbox:
                 one.is_lost = True
             self._changed.notify_all()
         if error is not None and not is_known and not self._is_closed:
-            _log.warning(
-                "rank %d goes on without rank %d, whose connection has ended (%s): it waits for no mail of it, and sends it none; "
-                "the mass of that rank is lost, and nothing else.",
-                self.rank,
-                letter.peer,
-                brief_reason(error),
+            log.warning(
+                f"rank {self.rank} goes on without rank {letter.peer}, whose connection has ended ({brief_reason(error)}): it waits for "
+                "no mail of it, and sends it none; the mass of that rank is lost, and nothing else."
             )
 
 

@@ -12,7 +12,6 @@ The ranks compare `t` in four ways, each for what the others do not see:
 from __future__ import annotations
 
 import json
-import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_log = logging.getLogger("decentfn")
+from decentfn.core import log
 
 TAGS = 2**20
 """Modulus of tags: a message's tag is its step modulo this, so that steps do not mix (NCCL has no tags)."""
@@ -213,7 +212,7 @@ class Board:
 
     def _lose(self, error: RuntimeError) -> None:
         """Go on without a board: the store's process has finished or died; messages will fail."""
-        _log.info("t is no longer compared between ranks: the store does not answer (%s)", error)
+        log.info("t is no longer compared between ranks: the store does not answer (%s)", error)
         self.store = None
 
     def _ask(self, question: Callable[[Any], Any]) -> Any:

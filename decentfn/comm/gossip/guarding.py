@@ -20,10 +20,8 @@ import torch
 from torch import Tensor
 
 from decentfn.comm import collectives
-from decentfn.core import buckets
+from decentfn.core import buckets, context, once
 from decentfn.core.buckets import Buckets
-from decentfn.core.context import context
-from decentfn.core.scalars import once
 from decentfn.torch_private import functorch
 
 

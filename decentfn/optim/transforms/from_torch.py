@@ -10,13 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentfn.core import trees
-from decentfn.core.arguments import brief, brief_error, require
+from decentfn.core import PyTree, brief, brief_error, by_handle, context, handle_of, operator, require, trees
 from decentfn.core.buckets import Buckets, Plan, each, loose, wide
-from decentfn.core.context import context
-from decentfn.core.handles import by_handle, handle_of
-from decentfn.core.scalars import operator
-from decentfn.core.trees import PyTree
 from decentfn.optim.transforms.torch_form import (
     CALL,
     TRIALS,

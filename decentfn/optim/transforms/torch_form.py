@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from decentfn.core import trees
-from decentfn.core.arguments import brief, brief_error, require
+from decentfn.core import brief, brief_error, require, trees
 from decentfn.core.buckets import Buckets, Plan, write_over
 from decentfn.optim.transforms.basic import RateState, new_count
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import warnings
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from decentfn import sharded
 from decentfn.comm import collectives
-from decentfn.core import brief, checks_numbers, require, trees
+from decentfn.core import brief, checks_numbers, log, require, trees
 from decentfn.errors import CheckpointCorrupt
 from decentfn.gradient.parameter_swap import entries_of, lock_of_module, weights
 from decentfn.kit.state import State
@@ -33,7 +32,6 @@ from decentfn.train.consensus import (
     require_sharded_alike,
 )
 
-_log = logging.getLogger("decentfn")
 _WRAPPED = "module."
 """What DistributedDataParallel and DataParallel put before every name."""
 
@@ -146,8 +144,7 @@ def _with_every_name(module: nn.Module, given: Mapping[str, Any]) -> Mapping[str
     while plain and not plain.keys() & own.keys() and all(name.startswith(_WRAPPED) for name in plain):
         plain = {name.removeprefix(_WRAPPED): x for name, x in plain.items()}
     of_tensor = {id(x): plain[key] for key, (_, x) in own.items() if key in plain}
-    known = {key: its for key, its in own.items() if key in plain or id(its[1]) in of_tensor}
-    named = {name: plain.pop(key, of_tensor.get(id(x))) for key, (name, x) in known.items()}
+    named = {name: plain.pop(key, of_tensor[id(x)]) for key, (name, x) in own.items() if id(x) in of_tensor}
     return named | plain
 
 
@@ -211,11 +208,9 @@ def export(path: str | Path, module: nn.Module, state: State, *, format: str = "
     require(format in ("safetensors", "dcp"), "export", '"safetensors" or "dcp".', format=format)
     own = sorted(s.name for b in state.params.plan.buckets if not b.is_shared for s in b.segments)
     if own and collectives.all_processes().rank == 0:
-        _log.warning(
-            "export: no message carries %s (shared=), so they have no mean, and %s has worker 0's; those of each worker are in "
-            "df.state_dict(module, state), df.worker(state, i) of a stacked one",
-            brief(own).strip("[]"),
-            path,
+        log.warning(
+            f"export: no message carries {brief(own).strip('[]')} (shared=), so they have no mean, and {path} has worker 0's; those of "
+            "each worker are in df.state_dict(module, state), df.worker(state, i) of a stacked one"
         )
     if format == "safetensors":
         on_first("export", _write, path, state_dict(module, state, consensus=True), module.state_dict(keep_vars=True))
@@ -249,7 +244,9 @@ def import_(path: str | Path) -> dict[str, Tensor]:
             about = file.metadata() or {}
         named |= {name: named[kept] for name, kept in about.items() if name not in named and kept in named}
     except SafetensorError as error:
-        if files.is_from_torch_save(path):
+        with path.open("rb") as file:
+            start = file.read(2)
+        if start in (b"PK", b"\x80\x02"):  # a zip archive, or the former format
             raise ValueError(
                 f"import_({str(path)!r}): a file of PyTorch's own `save`, not of safetensors; give df.load_state_dict what "
                 "PyTorch's `load(path, weights_only=True)` returns, or the state dict in it."

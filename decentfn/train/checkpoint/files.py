@@ -116,13 +116,6 @@ def sweep(directory: Path) -> None:
             shutil.rmtree(path)
 
 
-def is_from_torch_save(path: Path) -> bool:
-    """Return True if a file begins like those of PyTorch's own `save`: a zip archive, or its former format."""
-    with path.open("rb") as file:
-        start = file.read(2)
-    return start in (b"PK", b"\x80\x02")
-
-
 def is_checkpoint(path: Path) -> bool:
     """Return True for the directory of one checkpoint, by its name, or by a manifest and no checkpoints inside."""
     return _NAME.fullmatch(path.name) is not None or ((path / MANIFEST).exists() and not checkpoints(path))

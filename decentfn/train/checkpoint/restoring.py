@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -16,8 +15,7 @@ from torch import Tensor
 
 from decentfn.algorithms.mail import with_room
 from decentfn.comm import collectives
-from decentfn.core import trees
-from decentfn.core.arguments import brief
+from decentfn.core import brief, log, trees
 from decentfn.core.buckets import Buckets, Place
 from decentfn.core.draws import set_generator_states
 from decentfn.errors import CheckpointCorrupt
@@ -28,7 +26,6 @@ from decentfn.train.collective_calls import on_all, on_first, one_path
 from decentfn.train.consensus import is_stacked
 from decentfn.train.own_steps import memory_of, with_room_of
 
-_log = logging.getLogger("decentfn")
 _MEMORY_OF = {"sparse_loco": "diloco"}
 """Algorithms that had a memory of their own, and whose it is now."""
 
@@ -82,8 +79,8 @@ def restore(source: str | Path, state: Any) -> Restored:
             files.own[directory] = restored.step
         if restored.step and memory_of(restored.state) is None:  # workers on their own clocks have their own t
             restored.state.params.taken_at = restored.step - 1
-        _tell(found, state, saved_workers, skipped)
-        _tell_rate(state, restored.state)
+        if collectives.all_processes().rank == 0:
+            _tell(found, state, restored.state, saved_workers, skipped)
         set_generator_states(drawing, state.params[0].device)
         return restored
     if not skipped:
@@ -102,38 +99,25 @@ def _newest(source: Path, skipped: list[str]) -> str | None:
     return None
 
 
-def _tell(found: str, state: Any, saved_workers: int, skipped: dict[str, CheckpointCorrupt]) -> None:
-    """Log what differs from the newest checkpoint for the same workers."""
-    if collectives.all_processes().rank > 0:
-        return
+def _tell(found: str, template: Any, restored: Any, saved_workers: int, skipped: dict[str, CheckpointCorrupt]) -> None:
+    """Log what differs from the newest checkpoint for the same workers, and a rate that the optimizer was not built with."""
     for path, error in skipped.items():
-        _log.warning("restore skipped %s, and read %s: %s", path, found, error)
-    num_workers = collectives.world().num_workers * layout.local_workers(state)
+        log.warning("restore skipped %s, and read %s: %s", path, found, error)
+    num_workers = collectives.world().num_workers * layout.local_workers(template)
     if num_workers != saved_workers:
-        _log.warning(
-            "restore: %s was saved by %d workers, and there are %d: each starts from their mean, and with process 0's extra and "
-            "generators; redivide the data (docs/resizing.md)",
-            found,
-            saved_workers,
-            num_workers,
+        log.warning(
+            f"restore: {found} was saved by {saved_workers} workers, and there are {num_workers}: each starts from their mean, and with "
+            "process 0's extra and generators; redivide the data (docs/resizing.md)"
         )
-
-
-def _tell_rate(template: Any, restored: Any) -> None:
-    """Log a learning rate that is not the one that this run's optimizer was built with."""
-    mine, theirs = (
+    rates_of_both = (
         [float(node.learning_rate.flatten()[0]) for node in rates(state.local.opt) if not node.is_scheduled]
         for state in (template, restored)
     )
-    differing = [(a, b) for a, b in zip(mine, theirs, strict=True) if not math.isclose(a, b, rel_tol=1e-12)]
-    if differing and collectives.all_processes().rank == 0:
-        built, saved = differing[0]
-        _log.warning(
-            "restore: the run continues with the checkpoint's learning rate %g; this optimizer was built with %g: "
-            "df.set_learning_rate(state, %g) sets it",
-            saved,
-            built,
-            built,
+    differing = [both for both in zip(*rates_of_both, strict=True) if not math.isclose(*both, rel_tol=1e-12)]
+    for built, saved in differing[:1]:
+        log.warning(
+            f"restore: the run continues with the checkpoint's learning rate {saved:g}; this optimizer was built with {built:g}: "
+            f"df.set_learning_rate(state, {built:g}) sets it"
         )
 
 
@@ -145,7 +129,7 @@ def _on_topology(state: Any, about: dict[str, Any], path: Path) -> Any:
     restarts = getattr(layout.own_memory(state), "of_topology", False)
     if collectives.all_processes().rank == 0:
         what = "the memory belongs to that one and starts again" if restarts else "parameters and memory continue"
-        _log.warning("restore: %s was saved on topology %s, and the state is on %s: %s", path, theirs, mine, what)
+        log.warning("restore: %s was saved on topology %s, and the state is on %s: %s", path, theirs, mine, what)
     if not restarts:
         return state
 

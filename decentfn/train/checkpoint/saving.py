@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import math
 import platform
 from collections.abc import Collection
@@ -19,7 +18,7 @@ from torch import Tensor
 
 import decentfn
 from decentfn.comm import collectives
-from decentfn.core import at_least, brief, require, trees, warn
+from decentfn.core import at_least, brief, log, require, trees, warn
 from decentfn.core.buckets import Place
 from decentfn.core.draws import generator_states
 from decentfn.elastic.generation import awaited_run
@@ -29,7 +28,6 @@ from decentfn.train.checkpoint import files, layout
 from decentfn.train.collective_calls import make_directory, on_all, on_first, one_path
 from decentfn.train.own_steps import memory_of
 
-_log = logging.getLogger("decentfn")
 _warned: set[Path] = set()
 """Directories of the runs that were warned of steps taken twice."""
 
@@ -267,7 +265,7 @@ class Saver(contextlib.AbstractContextManager["Saver", None]):
             step = content.about["step"]
             if isinstance(error, RunError):
                 error.step = step - 1
-            _log.error("the checkpoint of step %d may be missing from %s: %s", step, self.directory, error)
+            log.error("the checkpoint of step %d may be missing from %s: %s", step, self.directory, error)
             raise
 
 
