@@ -24,11 +24,26 @@ def weighted_permutations(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     weights = np.concatenate([np.diag(matrix)[:, None], np.zeros((n, degree))], axis=1)
     sources[i, colors] = j
     weights[i, 1 + colors] = matrix[i, j]
-    for k in range(degree):
-        hears, heard = i[colors == k], j[colors == k]
-        # Those that hear nobody but are heard receive, with weight 0, from those that are not: a permutation.
-        sources[np.setdiff1d(heard, hears), k] = np.setdiff1d(hears, heard)
+    if not is_undirected:
+        for k in range(degree):
+            in_slot = colors == k
+            sources[:, k] = _complete(i[in_slot], j[in_slot], n)
     return sources, weights
+
+
+def _complete(i: np.ndarray, j: np.ndarray, n: int) -> np.ndarray:
+    """Return the permutation that maps i to j and closes each chain of links into a cycle by a link of weight 0."""
+    partial = dict(zip(i.tolist(), j.tolist(), strict=True))
+    heard = set(partial.values())
+    permutation = np.arange(n)
+    permutation[i] = j
+    for start in partial:
+        if start not in heard:
+            end = start
+            while end in partial:
+                end = partial[end]
+            permutation[end] = start
+    return permutation
 
 
 def edge_colors(u: np.ndarray, v: np.ndarray, num_nodes: int) -> np.ndarray:
