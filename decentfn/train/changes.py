@@ -215,8 +215,10 @@ def resized(fresh: State, rows: State, worker: int = 0) -> State:
     for (name, leaf), rule, start in zip(
         trees.named_leaves(new), trees.leaves(rules), trees.leaves(fresh), strict=True
     ):
+        if rule is not mean or leaf.sum().isfinite():
+            continue  # as where every element is; a sum may overflow
         # A value that a fresh state has too is intended, such as a mask of -inf.
-        if rule is mean and bool((leaf.isnan() | (is_finite(start) & ~is_finite(leaf))).any()):
+        if bool((leaf.isnan() | (is_finite(start) & ~is_finite(leaf))).any()):
             raise NonFinite(
                 f"resize: a worker's {name} is infinite or NaN, and so would be the mean, from which all workers "
                 "start; give it its neighbor's (parameters with df.with_params), or go back to an earlier checkpoint."
