@@ -209,27 +209,6 @@ def test_a_batch_of_a_fixed_part_reads_no_more_than_the_batch():
     assert [sorted(its.tolist()) for its in third.split(3)] == [[0, 1, 2]] * 4
 
 
-def test_micro_batches_add_up_in_one_place_which_is_no_result_of_the_first():
-    state, step = trained(df.sgd(1.0), df.accumulate(loss_fn))
-    few, many = (
-        elements_of(partial(step, state, torch.ones(m, 1 << 16), 0), "aten::add", "aten::div") for m in (3, 6)
-    )
-    assert many - few < 100
-
-    def with_itself(params, batch):
-        loss = sum(x.sum() for x in params.values()) * batch.mean()
-        return loss, loss
-
-    state, step = trained(df.sgd(1.0), df.accumulate(with_itself))
-    for m in (1, 2, 5):
-        batch = torch.randn(m, 3)
-        new, metrics = step(state, batch, 0)
-        each = batch.double().mean(1) * sum(x.double().sum() for x in state.params)
-        torch.testing.assert_close(metrics.aux, each.float())
-        torch.testing.assert_close(metrics.loss, each.mean().float())
-        torch.testing.assert_close(new.params[0], state.params[0] - batch.double().mean().float())
-
-
 class CountsCalls(torch.nn.Module):
     """Its buffers change and are replaced in every call, in eval mode too."""
 

@@ -17,7 +17,6 @@ from decentfn.core.buckets import Buckets, wide
 from decentfn.gradient.loss import LossFn, WrappedLoss, require_loss
 from decentfn.gradient.result import Gradient, gradient_of
 from decentfn.gradient.scaled import DynamicLossScale
-from decentfn.torch_private import functorch
 
 
 class Accumulated(WrappedLoss):
@@ -98,12 +97,8 @@ def mean_gradient_of(
         kept = e.buffers
         sums = [g.to(wide(g.dtype)) for g in (*e.grads, e.loss)]
         parts.append(e.aux)
-        # Added to in place is what was computed here: the first loss may be in its aux.
-        in_place = i > 1 and not functorch.has_no_value(sums[0])
-        total = [x.add_(y) if in_place else x + y for x, y in zip(total, sums, strict=True)] if i else sums
-    divide = torch.Tensor.div_ if in_place else torch.div
-    means = [divide(x, len(micros)) for x in total]
-    *grads, loss = [x.to(x_of.dtype) for x, x_of in zip(means, (*params, e.loss), strict=True)]
+        total = [x + y for x, y in zip(total, sums, strict=True)] if i else sums
+    *grads, loss = [(x / len(micros)).to(x_of.dtype) for x, x_of in zip(total, (*params, e.loss), strict=True)]
     return Gradient(Buckets(grads, params.plan), loss, stacked(parts), kept)
 
 

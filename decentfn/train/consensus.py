@@ -233,8 +233,7 @@ def check_replicas(state: Any, tree: PyTree = None) -> None:
         leaf. ValueError: on every rank, if the trees differ in more than their values.
     """
     tree = to_evaluate(state).shared() if tree is None else tree
-    rows = _rows("check_replicas(state)", state, tree)
-    mine = [[digest(row) for row in leaf] for leaf in rows]
+    mine = [[digest(row) for row in leaf] for leaf in _rows("check_replicas(state)", state, tree)]
     here = collectives.all_processes()
     told, size = collectives.gather_objects(mine, here), here.processes_per_worker
     shards = [[leaf for its in told[i : i + size] for leaf in its] for i in range(0, len(told), size)]

@@ -88,8 +88,9 @@ def evaluate_replicas(
     own = [(x.tree(), buffers) for x, buffers in replicas]
     everyone = _of_workers("evaluate_replicas", metric, own, batches, samples, state.params.plan)
     none = (float("nan"), 1)
-    ratios = {name: [of.get(name, none) for of in everyone] for name in _added(everyone)}
-    return _as_returned({name: [x / samples for x, samples in its] for name, its in ratios.items()})
+    return _as_returned(
+        {name: [x / n for x, n in (of.get(name, none) for of in everyone)] for name in _added(everyone)}
+    )
 
 
 def _of_workers(
@@ -275,15 +276,14 @@ def _values(call: str, value: Any) -> dict[str, float | Tensor]:
     value = value[0] if is_pair(value) else value
     values = dict(value) if not isinstance(value, Tensor) and isinstance(value, Mapping) else {"": value}
     for name, x in values.items():
-        is_tensor = isinstance(x, Tensor)
-        is_real = not (x.dim() or x.is_complex()) if is_tensor else isinstance(x, (int, float))
+        is_real = not (x.dim() or x.is_complex()) if isinstance(x, Tensor) else isinstance(x, (int, float))
         if not is_real or not isinstance(name, str):
-            got = f"{name!r}: {brief(values[name])}" if name else brief(value)
+            got = f"{name!r}: {brief(x)}" if name else brief(value)
             raise ValueError(
                 f"{call}(metric): it returned {got}; a metric returns the mean over the batch's samples, a 0-d real "
                 "tensor or a number, or a dict of them by name."
             )
-        values[name] = x.double() if is_tensor and not x.is_cpu else float(x)  # waits for no GPU
+        values[name] = x.double() if isinstance(x, Tensor) and not x.is_cpu else float(x)  # which waits for no GPU
     return values
 
 
