@@ -84,13 +84,10 @@ def evaluate_replicas(
         every rank.
     """
     given, rows = (to_evaluate(state), state.buffers), range(len(state.params[0])) if is_stacked(state) else [...]
-    replicas = [trees.map(lambda leaf, i=i: leaf[i].clone(), given) for i in rows]
-    own = [(x.tree(), buffers) for x, buffers in replicas]
+    own = [(x.tree(), b) for x, b in (trees.map(lambda leaf, i=i: leaf[i].clone(), given) for i in rows)]
     everyone = _of_workers("evaluate_replicas", metric, own, batches, samples, state.params.plan)
     none = (float("nan"), 1)
-    return _as_returned(
-        {name: [x / n for x, n in (of.get(name, none) for of in everyone)] for name in _added(everyone)}
-    )
+    return _as_returned({k: [x / n for x, n in (of.get(k, none) for of in everyone)] for k in _added(everyone)})
 
 
 def _of_workers(
