@@ -182,8 +182,8 @@ def states() -> None:
     """Export, and another number of workers."""
     module = network("10M")
     params, buffers, loss_fn = df.functional(module, mse_loss)
-    init, _ = df.adapt_then_combine(loss_fn, df.adam(0.1), df.topology("complete", 1))
-    state = init(params, buffers)
+    init, step = df.adapt_then_combine(loss_fn, df.adam(0.1), df.topology("complete", 1))
+    state, _ = step(init(params, buffers), batch_of("10M"), 0)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "weights.safetensors"
         calls = {

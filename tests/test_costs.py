@@ -308,19 +308,27 @@ def test_a_mean_for_other_workers_is_summed_in_one_place():
     assert torch.equal(df_mean(wide), wide.mean(0)) and torch.equal(wide, kept.double())
 
 
+def test_the_means_of_a_resized_state_are_looked_at_once_where_their_sum_is_finite():
+    init, algorithm = (df.adapt_then_combine(loss_fn, df.adam(0.1), df.topology("complete", n)) for n in (1, 2))
+    state = df.stack(init.init(PARAMS), 4)
+    assert elements_of(lambda: df.resize(state, algorithm), "aten::abs", "aten::isnan", "aten::lt") < 100
+    large = df.stack(init.init({"a": torch.full((1000,), 1e3, dtype=torch.float16)}), 4)
+    assert (df.resize(large, algorithm).params[0] == 1e3).all()  # of which the sum is infinite in sixteen bits
+
+
 def of_a_module(optimizer):
     params, buffers, loss_fn = df.functional(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss)
     return df.adapt_while_communicate(loss_fn, optimizer, df.topology("complete", 1)), (params, buffers)
 
 
-def test_an_evaluation_adds_15_calls_to_a_batch_and_asks_no_protocol():
+def test_an_evaluation_adds_13_calls_to_a_batch_and_asks_no_protocol():
     algorithm, given = of_a_module(df.adam(0.1))
     batch, counted = (torch.ones(3, 2), torch.zeros(3, 1)), []
     for batches in (1, 2, 12):  # at first, some paths are found
         evaluate = partial(df.evaluate, algorithm.loss_fn, algorithm.init(*given), [batch] * batches)
         counted.append(calls_of(evaluate))
     (_, (few, every), (more, _)) = counted
-    assert (len(more) - len(few)) / 10 <= 15 and len(few) <= 240
+    assert (len(more) - len(few)) / 10 <= 13 and len(few) <= 207, (len(more), len(few))
     assert (
         "_get_protocol_attrs" not in every
     )  # in Python 3.11 six in ten of an evaluation's microseconds beside its batches

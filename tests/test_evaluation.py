@@ -317,6 +317,20 @@ def test_a_metric_of_the_parameters_alone_takes_no_buffers():
         torch.testing.assert_close(got, module.weight.detach().sum().double() + 1)
 
 
+def test_a_metric_that_is_a_python_number_keeps_all_its_digits():
+    state = state_of([0])
+    assert df.evaluate(lambda params, batch: 0.1, state, [torch.ones(4)]) == 0.1
+    assert df.evaluate(lambda params, batch: {"right": True}, state, [torch.ones(4)])["right"] == 1
+
+
+@pytest.mark.parametrize("evaluate", [df.evaluate, df.evaluate_replicas])
+def test_a_metric_that_writes_over_its_parameters_leaves_the_state(evaluate):
+    state = state_of([0])
+    before = [x.clone() for x in state.params]
+    evaluate(lambda params, batch: params["w"].fill_(5.0), state, [torch.ones(4)])
+    assert all(torch.equal(x, old) for x, old in zip(state.params, before, strict=True))
+
+
 def test_nobody_waits_for_a_process_whose_evaluation_fails():
     def fails(params, batch):
         raise KeyError("labels")

@@ -184,9 +184,9 @@ def map_nodes(kind: type[T], function: Callable[..., T], tree: PyTree, *others: 
 
 def nodes_of(kind: type[T], tree: PyTree) -> list[T]:
     """Return the nodes of this kind, in flattening order."""
-    found: list[T] = []
-    map_nodes(kind, lambda node: found.append(node) or node, tree)
-    return found
+    if isinstance(tree, kind):
+        return [tree]
+    return [node for child in _children(tree) or () for node in nodes_of(kind, child)]
 
 
 def named_leaves(tree: PyTree, kind: type | None = None) -> list[tuple[str, Any]]:

@@ -125,8 +125,7 @@ def set_learning_rate(state: State, rate: float | Tensor) -> State:
         new = torch.tensor(float(real(_SET, "rate", rate)), dtype=torch.float64, device=old.device)
     if not bool(((new >= 0) & torch.isfinite(new)).all()):
         raise ValueError(f"{_SET}: rate={brief(rate)}: a learning rate is a finite number >= 0.")
-    several = len(rates(opt)) > 1
-    rows = iter(new.expand(old.shape).unbind(-1) if several else [new.expand(old.shape)])
+    rows = iter(new.expand(old.shape).unbind(-1) if len(rates(opt)) > 1 else [new.expand(old.shape)])
     opt = trees.map_nodes(RateState, lambda node: RateState(next(rows)), opt)
     copied = trees.map(torch.clone, state._replace(local=state.local._replace(opt=opt)))
     copied.params.taken_at = state.params.taken_at  # the run goes on, perhaps in another epoch
@@ -215,8 +214,8 @@ def resized(fresh: State, rows: State, worker: int = 0) -> State:
     for (name, leaf), rule, start in zip(
         trees.named_leaves(new), trees.leaves(rules), trees.leaves(fresh), strict=True
     ):
-        # A value that a fresh state has too is intended, such as a mask of -inf.
-        if rule is mean and bool((leaf.isnan() | (is_finite(start) & ~is_finite(leaf))).any()):
+        # A finite sum tells in one pass. A value that a fresh state has too is intended, such as a mask of -inf.
+        if rule is mean and not leaf.sum().isfinite() and (leaf.isnan() | is_finite(start) & ~is_finite(leaf)).any():
             raise NonFinite(
                 f"resize: a worker's {name} is infinite or NaN, and so would be the mean, from which all workers "
                 "start; give it its neighbor's (parameters with df.with_params), or go back to an earlier checkpoint."

@@ -28,8 +28,7 @@ def on_all(call: str, function: Callable[..., Any], *arguments: Any) -> list[Any
         told["value"] = function(*arguments)
     except Exception as error:
         own = error
-        kinds = [kind.__name__ for kind in type(error).__mro__]
-        told |= {"error": str(error), "brief": brief_error(error), "kinds": kinds}
+        told |= {"error": str(error), "brief": brief_error(error), "kinds": [k.__name__ for k in type(error).__mro__]}
     with collectives.calling(call):
         everyone = collectives.gather_objects(told, collectives.all_processes())
     failed = [rank for rank, its in enumerate(everyone) if "error" in its]

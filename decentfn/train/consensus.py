@@ -73,16 +73,19 @@ def consensus_mean(state: Any) -> PyTree:
     Parameters that are not shared are this worker's own; of a stacked state, its first worker's. Of workers on their
     own clocks it is `Σ w z / Σ w`: exact after `df.settle(state)`.
     """
+    return trees.map(torch.clone, mean_parameters(state).tree())
+
+
+def mean_parameters(state: Any) -> Buckets:
+    """Return the buckets of `consensus_mean`, or views of the state's, in which nobody writes. Collective."""
     buckets_of(state)  # of one run
     x = to_evaluate(state)
     if (memory := memory_of(state)) is not None:
         w = memory.weight
         share = w / _mean(w.view(-1, 1) if w.dim() else w.view(1))
         x = each(lambda b: (b.double() * (share[:, None] if w.dim() else share)).to(b.dtype), x)
-    own = each(lambda b: b[0] if b.dim() == 2 else b, x)
-    pairs = zip(x, own, x.plan.buckets, strict=True)
-    means = [_mean(bucket) if plan.is_shared else its for bucket, its, plan in pairs]
-    return trees.map(torch.clone, Buckets(means, x.plan).tree())
+    pairs = zip(x, x.plan.buckets, strict=True)
+    return Buckets([_mean(b) if plan.is_shared else b[0] if b.dim() == 2 else b for b, plan in pairs], x.plan)
 
 
 @collectives.calling("df.consensus_buffers(state)", of_state=True)
@@ -230,8 +233,7 @@ def check_replicas(state: Any, tree: PyTree = None) -> None:
         leaf. ValueError: on every rank, if the trees differ in more than their values.
     """
     tree = to_evaluate(state).shared() if tree is None else tree
-    rows = _rows("check_replicas(state)", state, tree)
-    mine = [[digest(row) for row in leaf] for leaf in rows]
+    mine = [[digest(row) for row in leaf] for leaf in _rows("check_replicas(state)", state, tree)]
     here = collectives.all_processes()
     told, size = collectives.gather_objects(mine, here), here.processes_per_worker
     shards = [[leaf for its in told[i : i + size] for leaf in its] for i in range(0, len(told), size)]

@@ -17,7 +17,7 @@ from decentfn.comm import collectives
 from decentfn.comm.fingerprint import digest
 from decentfn.core import trees
 from decentfn.core.arguments import brief
-from decentfn.core.buckets import Plan, sum_within_worker
+from decentfn.core.buckets import Plan, each, sum_within_worker
 from decentfn.core.context import context
 from decentfn.core.trees import PyTree
 from decentfn.errors import PeerLost, RunError
@@ -25,7 +25,7 @@ from decentfn.gradient.evaluation import swapping
 from decentfn.gradient.loss import is_pair, takes, unwrapped
 from decentfn.gradient.module import ModuleLoss, ShardedLoss
 from decentfn.train.collective_calls import on_all
-from decentfn.train.consensus import consensus_buffers, consensus_mean, is_stacked, require_sharded_alike, to_evaluate
+from decentfn.train.consensus import consensus_buffers, is_stacked, mean_parameters, require_sharded_alike, to_evaluate
 
 _Replica = tuple[PyTree, PyTree]
 _Count = Callable[[Any], int]
@@ -65,7 +65,7 @@ def evaluate(metric: Callable[..., Any], state: Any, batches: Iterable[Any], *, 
         df.errors.RunError: on every rank, if the metric or the batches of one rank failed (a single process raises the
             original error).
     """
-    replicas = [(consensus_mean(state), consensus_buffers(state))]
+    replicas = [(each(torch.clone, mean_parameters(state)).tree(), consensus_buffers(state))]
     total = _added(_of_workers("evaluate", metric, replicas, batches, samples, state.params.plan))
     return _as_returned({name: x / samples for name, (x, samples) in total.items()})
 
@@ -84,12 +84,10 @@ def evaluate_replicas(
         every rank.
     """
     given, rows = (to_evaluate(state), state.buffers), range(len(state.params[0])) if is_stacked(state) else [...]
-    replicas = [trees.map(lambda leaf, i=i: leaf[i].clone(), given) for i in rows]
-    own = [(x.tree(), buffers) for x, buffers in replicas]
+    own = [(x.tree(), b) for x, b in (trees.map(lambda leaf, i=i: leaf[i].clone(), given) for i in rows)]
     everyone = _of_workers("evaluate_replicas", metric, own, batches, samples, state.params.plan)
     none = (float("nan"), 1)
-    ratios = {name: [of.get(name, none) for of in everyone] for name in _added(everyone)}
-    return _as_returned({name: [x / samples for x, samples in its] for name, its in ratios.items()})
+    return _as_returned({k: [x / n for x, n in (of.get(k, none) for of in everyone)] for k in _added(everyone)})
 
 
 def _of_workers(
@@ -110,7 +108,8 @@ def _of_workers(
             f"{call}(batches): found a tensor of shape {[*batches.shape]}; pass a list of batches: [batch]."
         )
     metric, _ = unwrapped(metric)
-    require_sharded_alike(f"{call}(metric={brief(metric)})", plan, is_sharded=isinstance(metric, ShardedLoss))
+    if plan.is_sharded:
+        require_sharded_alike(f"{call}(metric={brief(metric)})", plan, is_sharded=isinstance(metric, ShardedLoss))
     # Sum in one order, for the same result on every rank.
     told = on_all(call, _sums, call, metric, replicas, batches, samples, plan.is_sharded)
     size = collectives.processes_per_worker()
@@ -274,14 +273,14 @@ def _values(call: str, value: Any) -> dict[str, float | Tensor]:
     value = value[0] if is_pair(value) else value
     values = dict(value) if not isinstance(value, Tensor) and isinstance(value, Mapping) else {"": value}
     for name, x in values.items():
-        x = torch.as_tensor(x) if isinstance(x, (Tensor, int, float)) else None
-        if x is None or x.dim() or x.is_complex() or not isinstance(name, str):
-            got = f"{name!r}: {brief(values[name])}" if name else brief(value)
+        is_real = not (x.dim() or x.is_complex()) if isinstance(x, Tensor) else isinstance(x, (int, float))
+        if not is_real or not isinstance(name, str):
+            got = f"{name!r}: {brief(x)}" if name else brief(value)
             raise ValueError(
                 f"{call}(metric): it returned {got}; a metric returns the mean over the batch's samples, a 0-d real "
                 "tensor or a number, or a dict of them by name."
             )
-        values[name] = float(x) if x.device.type == "cpu" else x.double()  # which waits for no GPU
+        values[name] = x.double() if isinstance(x, Tensor) and not x.is_cpu else float(x)  # which waits for no GPU
     return values
 
 

@@ -158,15 +158,16 @@ def process_broadcast(x: Tensor, among: World | None = None) -> Tensor:
 
 def gather_objects(value: object, among: World | None = None) -> list[Any]:
     """Gather every process's value, by rank, after a JSON round trip (tuples become lists). Not for use in a step."""
-    told = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    text = json.dumps(value)
+    if (among or world()).identity.size == 1:
+        return [json.loads(text)]
+    told = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     return [json.loads(heard.numpy().tobytes()) for heard in gather_bytes(told, among)]
 
 
 def gather_bytes(told: Tensor, among: World | None = None) -> list[Tensor]:
-    """Gather every process's uint8 vector on the CPU, of any length, by rank. Not for use inside a step."""
+    """Gather the uint8 vectors of several processes on the CPU, of any length, by rank. Not for use inside a step."""
     here = among or world()
-    if here.identity.size == 1:
-        return [told]
     with met(here, "a gathering", told.numel()) as (group, sizes):
         padded = told.new_zeros(max(sizes))
         padded[: told.numel()] = told
