@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -207,6 +208,8 @@ class Replay:
     def __init__(self, call: str, trace: Trace, topology: Topology) -> None:
         trace.require_of(call, topology)
         self.trace, self.topology = trace, topology
+        self.owners = WeakSet[Any]()
+        """Parameters that have taken the mail of its last level."""
 
     def require_begun(self, level: int, to: Tensor) -> None:
         """Raise ValueError unless the receivers in a state's rings, `to` `[N, R, K]`, are those before this level."""

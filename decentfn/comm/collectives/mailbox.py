@@ -9,13 +9,12 @@ one travels at most: then the sender keeps its mass. So memory is bounded, and a
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -29,8 +28,8 @@ from decentfn.core.arguments import require
 from decentfn.core.buckets import Buckets, wide
 from decentfn.topologies import Topology
 
-MAIL_IS_ELSEWHERE = sys.maxsize
-"""`taken_at` of parameters whose mail is in another state: the one that a step of a rank, `df.settle` or a later `init` returned."""
+LEAST = torch.finfo(torch.float32).tiny
+"""Less mass is none, after bad values, before mail has come."""
 _log = logging.getLogger("decentfn")
 _FOREVER = timedelta(days=365)
 _GOODBYE = -1
@@ -58,9 +57,10 @@ class Mailbox:
         here: this rank's world, each rank one worker.
         topology: the schedule, whose round a rank uses by its own step.
         like: tensors `[D]` of the dtypes and sizes of a message's values.
+        x: the first parameters.
     """
 
-    def __init__(self, here: World, topology: Topology, like: Sequence[Tensor]) -> None:
+    def __init__(self, here: World, topology: Topology, like: Sequence[Tensor], x: Buckets) -> None:
         self.topology, self.rank = topology, here.identity.rank
         sources, destinations = _neighbors(topology, self.rank)
         lock = threading.Lock()
@@ -72,8 +72,8 @@ class Mailbox:
         self.sent_to, self.taken_from = dict.fromkeys(destinations, 0), dict.fromkeys(sources, 0)
         """Messages so far, by the other rank."""
         self.record = Record()
-        self.owner: Callable[[], Buckets | None] = lambda: None
-        """Weak reference to the parameters that its mail belongs to."""
+        self.owners = WeakSet([x])
+        """Parameters that have the mail so far; only a state of theirs goes on."""
         self._patience = here.channels.longest_wait
         channels = here.channels.apart(here.channels.longest_wait)
         self._group: Any = channels.connected("mailbox", range(here.identity.size))
@@ -82,32 +82,27 @@ class Mailbox:
         for thread in self._threads:
             thread.start()
 
-    def require_next(self, step: int) -> None:
-        """Raise ValueError if this own step is over, and its state was a copy: the mail of both would be taken by one."""
-        rule = f"mail is taken once, and the own step t={step} was taken with another copy of this state; go on with what it has "
-        way_out = "returned, or go back on all ranks: init(params), and df.checkpoint.restore(directory, state)."
-        is_next = self.record.is_settled or step >= self.record.first + len(self.record.sent)
-        require(is_next, f"step(state, batch, t={step})", rule + way_out)
-
     def take(
         self, step: int, own: Sequence[Tensor], counts: Mapping[int, int] | None = None, *, late: bool = False
     ) -> list[Tensor]:
-        """Return `Σ share · (values - own)` of what has arrived, wide, and `Σ share`, 0-d float64; note it for own step `step`.
+        """Return `own`, parameters and weight, `with_mail` that has arrived; note it for own step `step`.
 
         With `counts`, wait for so many messages of each rank since the start, but for those of lost ranks.
         """
-        sums = [torch.zeros_like(x, dtype=wide(x.dtype)) for x in own]
-        total, messages = torch.zeros((), dtype=torch.float64), list[tuple[int, int]]()
+        sums, messages = list[Tensor](), list[tuple[int, int]]()
+        mass = torch.zeros((), dtype=torch.float64)
         while True:
             if counts is not None:
                 self._wait(lambda: bool(self._inbox) or self._has(counts))
             with self._changed:
                 letters, self._inbox = self._inbox, []
+            if letters and not sums:
+                sums = [torch.zeros_like(x, dtype=wide(x.dtype)) for x in own[:-1]]
             for letter in letters:
                 share = letter.share[0].clone()
-                for x, values, total_of_x in zip(own, letter.values, sums, strict=True):
+                for x, values, total_of_x in zip(own, letter.values, sums, strict=False):
                     total_of_x += share.to(total_of_x.dtype) * (values.to(total_of_x) - x)
-                total += share
+                mass += share
                 messages.append((letter.peer, int(letter.step)))
             with self._changed:
                 for letter in letters:
@@ -116,10 +111,11 @@ class Mailbox:
                     letter.changed.notify()
             if counts is None:
                 self.record.take(step, messages, late)
-                return [*sums, total]
-            if self._has(counts):
+            elif self._has(counts):
                 self.record.settle(messages)
-                return [*sums, total]
+            else:
+                continue
+            return with_mail(own, sums, mass)
 
     def offer(
         self, step: int, values: Sequence[Tensor], shares: Sequence[float], least: float, mass: float
@@ -231,6 +227,19 @@ class Mailbox:
             )
 
 
+def with_mail(own: Sequence[Tensor], sums: Sequence[Tensor], mass: Tensor) -> list[Tensor]:
+    """Return parameters `[..., D]` and weight `[...]` with mail of `mass`.
+
+    `sums` are its differences from the parameters times their mass, so equal values stay; there are none without mail.
+    """
+    if not sums:
+        return [x.clone() for x in own]
+    *z, w = own
+    total = w + mass.to(w.device)
+    divisor = total.clamp(min=LEAST)[..., None]
+    return [*((x + s / divisor.to(s.dtype)).to(x.dtype) for x, s in zip(z, sums, strict=True)), total]
+
+
 class Record:
     """Messages that a rank took and sent in each of its own steps, since the start or the last settling before them."""
 
@@ -252,12 +261,17 @@ class Record:
             self.taken[-1] += messages
             self.late[-1] = len(messages)
             return
-        if self.is_settled or not self.sent:
+        if self.is_over:
             self._begin(step)
         if (due := self.first + len(self.sent)) < step:
             self.gap = self.gap or [due, step - 1]
         self.taken.append(messages)
         self.late.append(0)
+
+    @property
+    def is_over(self) -> bool:
+        """Return True if nothing is in flight: no step was taken, or all were settled."""
+        return self.is_settled or not self.sent
 
     def settle(self, messages: list[tuple[int, int]]) -> None:
         """Note what was taken after the last step."""
@@ -284,16 +298,22 @@ def open_mailbox(topology: Topology, like: Sequence[Tensor], x: Buckets) -> None
         )
     if here.mailbox is not None:
         here.mailbox.close()
-        if (earlier := here.mailbox.owner()) is not None:
-            earlier.taken_at = MAIL_IS_ELSEWHERE
-    here.mailbox = Mailbox(here, topology, like)
-    here.mailbox.owner = weakref.ref(x)
+    here.mailbox = Mailbox(here, topology, like, x)
     here.session.own_steps = True
 
 
-def counts(box: Mailbox, here: World) -> dict[int, int]:
+def require_mail(call: str, has: bool) -> None:
+    """Raise ValueError unless parameters have the mail so far: it would be lost, and what was sent would be sent again."""
+    rule = "mail is taken once, and that of this state is in the one that its step, df.settle(state), or a later init(params) has "
+    way_out = "returned, and not in a copy; go on with that one, or go back on all ranks: init(params), df.checkpoint.restore."
+    require(has, call, rule + way_out)
+
+
+def counts(box: Mailbox, x: Buckets, here: World) -> dict[int, int]:
     """Return how many messages each rank has sent to this one. Collective: no rank takes a step meanwhile."""
-    sent = gather_objects({str(peer): count for peer, count in box.sent_to.items()}, here)
+    told = {str(peer): count for peer, count in box.sent_to.items()} if x in box.owners else None
+    sent = gather_objects(told, here)
+    require_mail("settle(state)", None not in sent)
     return {peer: sent[peer].get(str(box.rank), 0) for peer in box.taken_from}
 
 
