@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
@@ -179,6 +179,20 @@ class Trace:
         """Each settled worker, and what `df.settle` took."""
         return ((i, self.taken[i][s - self.first[i]]) for i, s in self._rest())
 
+    def rows(self, call: str, taken: Iterable[tuple[int, Iterable[Event]]], to: Tensor) -> Tensor:
+        """Return the messages that workers take, `[N, M]` int64, each in its order; -1 fills up.
+
+        A message is its number among those of all rings, whose receivers are `to` `[N, R, K]`: `(sender R + place) K + slot`.
+        """
+        receivers, found = to.tolist(), [list[int]() for _ in to]
+        for i, (j, s) in ((i, message) for i, messages in taken for message in messages):
+            place = self.places[j, s]
+            its = sum(receivers[j][place : place + 1], [])
+            rule = "the messages in flight in the state are not those of the trace: it has settled, or is of another trace."
+            require(i in its, call, rule)
+            found[i].append((j * to.shape[1] + place) * to.shape[2] + its.index(i))
+        return filled_up(found)
+
     def save(self, path: str | Path) -> None:
         """Write the trace as JSON."""
         Path(path).write_text(json.dumps(asdict(self)))
@@ -221,19 +235,14 @@ class Replay:
         way_out = "df.stack(init(params), N, arrivals=trace), and go on from what each step returns."
         require(torch.equal(expected, to.cpu()), f"step(state, batch, t={level})", rule + way_out)
 
-    def arriving(self, level: int, late: bool, room: int) -> Tensor:
-        """Return the messages that each worker takes first, or late, `[N, M]` int64, in their order; -1 fills up.
-
-        A message is its number among those of all rings, of R = `room` places: `(sender R + place) K + slot`.
-        """
-        taken: list[list[int]] = [[] for _ in range(self.trace.num_workers)]
+    def arriving(self, level: int, late: bool, to: Tensor) -> Tensor:
+        """Return the messages that each worker takes first, or late, from rings with these receivers, as `Trace.rows`."""
+        taken = list[tuple[int, Iterable[Event]]]()
         for i, s in self._events(level):
             its = self.trace.taken[i][k := s - self.trace.first[i]]
             first = len(its) - self.trace.late[i][k]
-            for j, sent in its[first:] if late else its[:first]:
-                slot = self.topology.peers(sent).destinations[j].index(i)
-                taken[i].append((j * room + self.trace.places[j, sent]) * self.topology.slots + slot)
-        return filled_up(taken)
+            taken.append((i, its[first:] if late else its[:first]))
+        return self.trace.rows(f"step(state, batch, t={level})", taken, to)
 
     def offered(self, level: int) -> Offered:
         """Return what the workers offer in a level."""

@@ -19,7 +19,6 @@ from decentfn.elastic.connections import reported_as
 from decentfn.errors import PeerLost
 from decentfn.kit.state import State
 from decentfn.timing import Trace, schedule_name
-from decentfn.timing.trace import filled_up
 
 Batch = TypeVar("Batch")
 
@@ -119,7 +118,9 @@ def settle(state: State, *, arrivals: Trace | None = None) -> State:
         last, levels = state.params.taken_at, 0 if arrivals is None else len(arrivals.levels)
         rule = f"the state is of level {last} of {levels}, and what is in flight is known after the last one; replay the others."
         require(arrivals is None or last is None or last == levels - 1, "settle(state, arrivals=trace)", rule)
-        rows = collectives.addressed(ring.to) if arrivals is None else _left(ring, arrivals)
+        rows = collectives.addressed(ring.to)
+        if arrivals is not None:
+            rows = arrivals.rows("settle(state, arrivals=trace)", arrivals.settled, ring.to)
         *x, total = collectives.with_rows([*state.params, weight], ring.values, ring.shares, rows)
         rule = "mail is taken twice; of a state that replays a trace pass arrivals=trace, the one that it replays."
         require(float(total.sum()) < len(weight) * (1 + 1e-9), "settle(state)", rule, mass=float(total.sum()))
@@ -164,18 +165,6 @@ def with_room_of(call: str, state: Any, template: Any) -> Any:
         require(bool((ring.to < 0).all()), call, rule, saved=ring.to.shape[-2], here=own.to.shape[-2])
         return with_room(state, own.to.shape[-2])
     return state
-
-
-def _left(ring: collectives.Ring, arrivals: Trace) -> Tensor:
-    taken: list[list[int]] = [[] for _ in ring.to]
-    for i, messages in arrivals.settled:
-        for j, s in messages:
-            place = arrivals.places[j, s]
-            rule = "the messages in flight in the state are not those at the end of the trace: it has settled, or is of another trace."
-            require(i in (receivers := ring.to[j, place].tolist()), "settle(state, arrivals=trace)", rule)
-            slot = receivers.index(i)
-            taken[i].append((j * ring.to.shape[1] + place) * ring.to.shape[2] + slot)
-    return filled_up(taken)
 
 
 @collectives.calling("df.trace()")

@@ -93,13 +93,13 @@ def _take_kernel(
     box, _ = _mailbox(handle, workers, "take")
     if workers:
         at_once = to[..., :0] if late else to  # all steps end at once, so nothing arrives during one
-        rows = addressed(at_once) if context.arrivals is None else context.arrivals.arriving(int(t), late, to.shape[1])
+        rows = addressed(at_once) if context.arrivals is None else context.arrivals.arriving(int(t), late, to)
         return with_rows(own, values, shares, rows)
     return with_mail(own, (), shares) if box is None else box.take(int(t), own, late=late)
 
 
 def with_rows(own: Sequence[Tensor], values: Sequence[Tensor], shares: Tensor, rows: Tensor) -> list[Tensor]:
-    """Return `with_mail` of all workers, from their rings `[N, R, D]`, `[N, R, K]`; rows as in `Replay.arriving`."""
+    """Return `with_mail` of all workers, from their rings `[N, R, D]`, `[N, R, K]`; rows as in `Trace.rows`."""
     rows, mass = rows.to(shares.device), torch.zeros_like(own[-1])
     sums = [torch.zeros_like(x, dtype=wide(x.dtype)) for x in own[:-1]] if rows.shape[1] else []
     for number in rows.unbind(1):
@@ -147,8 +147,7 @@ def _offer_kernel(values: list[Tensor], mass: Tensor, handle: Tensor, t: Tensor,
     if box is not None:
         own = float(mass)
         shares = [share * own for share in shares_of(topology, int(t))[box.rank].tolist()]
-        went = box.offer(int(t), values, shares, LEAST_MASS, own)
-        told[:slots] = torch.tensor([share * goes for share, goes in zip(shares, went, strict=True)], dtype=told.dtype)
+        told[:slots] = torch.tensor(box.offer(int(t), values, shares, own), dtype=told.dtype)
     return told
 
 

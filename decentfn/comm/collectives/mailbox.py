@@ -26,6 +26,7 @@ from decentfn.comm.collectives.outside import gather_objects
 from decentfn.comm.collectives.world import World
 from decentfn.core.arguments import require
 from decentfn.core.buckets import Buckets, wide
+from decentfn.timing.trace import LEAST_MASS
 from decentfn.topologies import Topology
 
 LEAST = torch.finfo(torch.float32).tiny
@@ -44,7 +45,6 @@ class _Letter:
         self.changed = threading.Condition(lock)  # its thread waits, and is woken alone
         sizes = [8, 8, *(-(-x.nbytes // 8) * 8 for x in like)]
         self.bytes, self.peer, self.is_full = torch.zeros(sum(sizes), dtype=torch.uint8), peer, False
-        self.is_lost = False
         step, share, *values = self.bytes.split(sizes)
         self.step, self.share = step.view(torch.int64), share.view(torch.float64)
         self.values = [part[: x.nbytes].view(x.dtype) for part, x in zip(values, like, strict=True)]
@@ -68,7 +68,7 @@ class Mailbox:
         self._inbox: list[_Letter] = []  # full letters, as they arrived
         self._in = [_Letter(like, peer, lock) for peer in sources]
         self._out = {peer: _Letter(like, peer, lock) for peer in destinations}
-        self._is_closed = False
+        self._is_closed, self._lost = False, set[int]()  # the lost ranks
         self.sent_to, self.taken_from = dict.fromkeys(destinations, 0), dict.fromkeys(sources, 0)
         """Messages so far, by the other rank."""
         self.record = Record()
@@ -117,25 +117,15 @@ class Mailbox:
                 continue
             return with_mail(own, sums, mass)
 
-    def offer(
-        self, step: int, values: Sequence[Tensor], shares: Sequence[float], least: float, mass: float
-    ) -> list[bool]:
-        """Hand over a message in each slot of own step `step`, unless its last one travels or too little mass would stay.
+    def offer(self, step: int, values: Sequence[Tensor], shares: Sequence[float], mass: float) -> list[float]:
+        """Hand over a message with this share of `mass` in each slot of own step `step`; return those that went out, else 0.
 
-        Args:
-            step: own step.
-            values: what each message carries.
-            shares: the mass that goes with it in each slot.
-            least: the mass that must stay here.
-            mass: the mass before.
-
-        Returns:
-            True for the slots whose message went out; in others there is no receiver, or the mass is kept.
+        It stays if there is no receiver, if the last one to it still travels, or if less than `LEAST_MASS` would stay here.
         """
         went = []
         for peer, share in zip(self.topology.peers(step).destinations[self.rank], shares, strict=True):
             letter = self._out.get(peer)
-            goes = letter is not None and mass - share >= least and not (letter.is_full or letter.is_lost)
+            goes = letter is not None and mass - share >= LEAST_MASS and not (letter.is_full or peer in self._lost)
             if goes and letter is not None:
                 letter.step.fill_(step)
                 letter.share.fill_(share)
@@ -148,12 +138,12 @@ class Mailbox:
                 self.sent_to[peer] += 1
             went.append(goes)
         self.record.send(went)
-        return went
+        return [share * goes for share, goes in zip(shares, went, strict=True)]
 
     def _has(self, counts: Mapping[int, int]) -> bool:
         """Return True if so many messages of each rank were taken, and the own ones are with their receivers."""
-        is_taken = all(one.is_lost or self.taken_from[one.peer] >= counts[one.peer] for one in self._in)
-        return is_taken and not any(one.is_full and not one.is_lost for one in self._out.values())
+        is_taken = all(self.taken_from[peer] >= count for peer, count in counts.items() if peer not in self._lost)
+        return is_taken and not any(one.is_full and peer not in self._lost for peer, one in self._out.items())
 
     def _wait(self, is_there: Callable[[], bool]) -> None:
         with self._changed:
@@ -212,10 +202,8 @@ class Mailbox:
     def _lose(self, letter: _Letter, error: RuntimeError | None) -> None:
         """Go on without a rank: its mass is gone, and so is what was in flight to it."""
         with self._changed:
-            its = [one for one in (*self._in, *self._out.values()) if one.peer == letter.peer]
-            is_known = any(one.is_lost for one in its)
-            for one in its:
-                one.is_lost = True
+            is_known = letter.peer in self._lost
+            self._lost.add(letter.peer)
             self._changed.notify_all()
         if error is not None and not is_known and not self._is_closed:
             _log.warning(
