@@ -179,20 +179,6 @@ class Trace:
         """Each settled worker, and what `df.settle` took."""
         return ((i, self.taken[i][s - self.first[i]]) for i, s in self._rest())
 
-    def rows(self, call: str, taken: Iterable[tuple[int, Iterable[Event]]], to: Tensor) -> Tensor:
-        """Return the messages that workers take, `[N, M]` int64, each in its order; -1 fills up.
-
-        A message is its number among those of all rings, whose receivers are `to` `[N, R, K]`: `(sender R + place) K + slot`.
-        """
-        receivers, found = to.tolist(), [list[int]() for _ in to]
-        for i, (j, s) in ((i, message) for i, messages in taken for message in messages):
-            place = self.places[j, s]
-            its = sum(receivers[j][place : place + 1], [])
-            rule = "the messages in flight in the state are not those of the trace: it has settled, or is of another trace."
-            require(i in its, call, rule)
-            found[i].append((j * to.shape[1] + place) * to.shape[2] + its.index(i))
-        return filled_up(found)
-
     def save(self, path: str | Path) -> None:
         """Write the trace as JSON."""
         Path(path).write_text(json.dumps(asdict(self)))
@@ -236,13 +222,13 @@ class Replay:
         require(torch.equal(expected, to.cpu()), f"step(state, batch, t={level})", rule + way_out)
 
     def arriving(self, level: int, late: bool, to: Tensor) -> Tensor:
-        """Return the messages that each worker takes first, or late, from rings with these receivers, as `Trace.rows`."""
+        """Return the messages that each worker takes first, or late, from rings with these receivers, as `rows_of`."""
         taken = list[tuple[int, Iterable[Event]]]()
         for i, s in self._events(level):
             its = self.trace.taken[i][k := s - self.trace.first[i]]
             first = len(its) - self.trace.late[i][k]
             taken.append((i, its[first:] if late else its[:first]))
-        return self.trace.rows(f"step(state, batch, t={level})", taken, to)
+        return rows_of(f"step(state, batch, t={level})", self.trace, taken, to)
 
     def offered(self, level: int) -> Offered:
         """Return what the workers offer in a level."""
@@ -267,6 +253,21 @@ def shares_of(topology: Topology, s: int) -> Tensor:
     """Return the share of its mass that each worker offers in each slot of own step `s`, `[N, K]` float64."""
     rows = topology.rows(s, torch.device("cpu"))
     return rows[:, rows.shape[1] - topology.slots :]
+
+
+def rows_of(call: str, trace: Trace, taken: Iterable[tuple[int, Iterable[Event]]], to: Tensor) -> Tensor:
+    """Return the messages of a trace that workers take, `[N, M]` int64, each in its order; -1 fills up.
+
+    A message is its number among those of all rings, whose receivers are `to` `[N, R, K]`: `(sender R + place) K + slot`.
+    """
+    receivers, found = to.tolist(), [list[int]() for _ in to]
+    for i, (j, s) in ((i, message) for i, messages in taken for message in messages):
+        place = trace.places[j, s]
+        its = sum(receivers[j][place : place + 1], [])
+        rule = "the messages in flight in the state are not those of the trace: it has settled, or is of another trace."
+        require(i in its, call, rule)
+        found[i].append((j * to.shape[1] + place) * to.shape[2] + its.index(i))
+    return filled_up(found)
 
 
 def filled_up(rows: list[list[int]]) -> Tensor:

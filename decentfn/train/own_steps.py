@@ -19,6 +19,7 @@ from decentfn.elastic.connections import reported_as
 from decentfn.errors import PeerLost
 from decentfn.kit.state import State
 from decentfn.timing import Trace, schedule_name
+from decentfn.timing.trace import rows_of
 
 Batch = TypeVar("Batch")
 
@@ -120,7 +121,7 @@ def settle(state: State, *, arrivals: Trace | None = None) -> State:
         require(arrivals is None or last is None or last == levels - 1, "settle(state, arrivals=trace)", rule)
         rows = collectives.addressed(ring.to)
         if arrivals is not None:
-            rows = arrivals.rows("settle(state, arrivals=trace)", arrivals.settled, ring.to)
+            rows = rows_of("settle(state, arrivals=trace)", arrivals, arrivals.settled, ring.to)
         *x, total = collectives.with_rows([*state.params, weight], ring.values, ring.shares, rows)
         rule = "mail is taken twice; of a state that replays a trace pass arrivals=trace, the one that it replays."
         require(float(total.sum()) < len(weight) * (1 + 1e-9), "settle(state)", rule, mass=float(total.sum()))

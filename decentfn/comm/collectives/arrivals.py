@@ -99,7 +99,7 @@ def _take_kernel(
 
 
 def with_rows(own: Sequence[Tensor], values: Sequence[Tensor], shares: Tensor, rows: Tensor) -> list[Tensor]:
-    """Return `with_mail` of all workers, from their rings `[N, R, D]`, `[N, R, K]`; rows as in `Trace.rows`."""
+    """Return `with_mail` of all workers, from their rings `[N, R, D]`, `[N, R, K]`; rows as in `timing.trace.rows_of`."""
     rows, mass = rows.to(shares.device), torch.zeros_like(own[-1])
     sums = [torch.zeros_like(x, dtype=wide(x.dtype)) for x in own[:-1]] if rows.shape[1] else []
     for number in rows.unbind(1):
