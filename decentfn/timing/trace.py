@@ -111,14 +111,6 @@ class Trace:
                     )
                 seen.add((j, s))
 
-    def require_of(self, call: str, topology: Topology) -> None:
-        """Raise ValueError unless this is a trace of `topology`; `call` is the user's call."""
-        if self.topology != (name := schedule_name(topology)):
-            raise ValueError(
-                f"{call}: a trace of {self.num_workers} workers on the schedule {self.topology!r}, but the algorithm's is {name!r} of "
-                f"{topology.num_workers} (a name and a digest of its rounds); replay it with the algorithm that it was recorded with."
-            )
-
     @property
     def num_steps(self) -> tuple[int, ...]:
         """Number of own steps of each worker."""
@@ -206,7 +198,11 @@ class Replay:
     """Levels of a trace as tables, on the algorithm's schedule; `call` is the user's. Step `t` of the simulator is level t."""
 
     def __init__(self, call: str, trace: Trace, topology: Topology) -> None:
-        trace.require_of(call, topology)
+        if trace.topology != (name := schedule_name(topology)):
+            raise ValueError(
+                f"{call}: a trace of {trace.num_workers} workers on the schedule {trace.topology!r}, but the algorithm's is {name!r} of "
+                f"{topology.num_workers} (a name and a digest of its rounds); replay it with the algorithm that it was recorded with."
+            )
         self.trace, self.topology = trace, topology
         self.owners = WeakSet[Any]()
         """Parameters that have taken the mail of its last level."""
