@@ -18,8 +18,6 @@ from decentfn.core.buckets import loose
 
 _SAMPLED = 64
 """Rounds of a schedule whose self-weights are checked."""
-_LEAST = torch.finfo(torch.float32).tiny
-"""Less mass is none, after bad values, before mail has come."""
 
 
 class Memory(NamedTuple):
@@ -77,9 +75,8 @@ class Mail:
         w = memory.weight
         if not late:
             z, w = self._unless_bad(z, w)
-        sums, mass = collectives.take(list(z), memory.ring, self._schedule, t, late)
-        z, w = with_mail(z, w, sums, mass)
-        return z, memory._replace(weight=w)
+        *new, w = collectives.take([*z, w], memory.ring, self._schedule, t, late)
+        return kit.Buckets(new, z.plan), memory._replace(weight=w)
 
     def offer(self, moved: kit.Buckets, memory: Memory, t: Tensor, z: kit.Buckets) -> tuple[kit.Buckets, Memory]:
         """Offer the updated z at the end of own step `t`; return it, and the memory with the mass that stays.
@@ -92,7 +89,7 @@ class Mail:
         given, ring = collectives.offer(list(sent), offered, memory.ring, self._schedule, t)
         w = memory.weight - given
         if self._worker.wire_dtype is not None:  # what rounding takes from the messages stays here
-            share = given / w.clamp(min=_LEAST)
+            share = given / w.clamp(min=collectives.LEAST)
             z = kit.each(lambda b, q: b + share.to(b.dtype) * (b - q.to(b.dtype)), z, sent)
         return z, Memory(w, ring)
 
@@ -130,13 +127,6 @@ class Mail:
 def with_room(state: Any, places: int) -> Any:
     """Return the state with room for so many messages in flight of each worker, and none of them."""
     return trees.map_nodes(collectives.Ring, lambda ring: ring.with_room(places), state)
-
-
-def with_mail(z: kit.Buckets, w: Tensor, sums: list[Tensor], mass: Tensor) -> tuple[kit.Buckets, Tensor]:
-    """Return z and w after mail of `mass`, `sums` its differences from z times their mass, so equal values stay."""
-    total = w + mass
-    divisor = kit.once(total.clamp(min=_LEAST))
-    return kit.each(lambda b, s: (b + s / divisor.to(s.dtype)).to(b.dtype), z, kit.Buckets(sums, z.plan)), total
 
 
 def least_self_weight(topology: kit.Topology) -> float:

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
@@ -40,10 +40,12 @@ _PATIENCE_S = 3
 _HEADER = 10
 """Bytes of the kernel's header before each packet: packets of up to 64 kB travel whole."""
 _LONGEST = 2**16 + 64
-_OPTIONS = [(263, 15, 1), (263, 23, 1)]
-"""A header before each packet; only packets that arrive."""
-_BUFFERS = [(socket.SO_RCVBUF, 33), (socket.SO_SNDBUF, 32)]
-"""Options for large buffers: up to the system's limits, and beyond, for root."""
+_OPTIONS = [
+    (263, 15, 1),
+    (263, 23, 1),
+    *((socket.SOL_SOCKET, option, 2**26) for option in (socket.SO_RCVBUF, socket.SO_SNDBUF, 33, 32)),
+]
+"""A header before each packet; only packets that arrive; large buffers: up to the system's limits, and beyond, for root."""
 _CHECKED_S = 0.05
 
 
@@ -84,7 +86,7 @@ def lab(
         ranks = [_start(command, rank, hosts, ranks_per_host) for rank in range(num_hosts * ranks_per_host)]
         try:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
-            _forward(_ports(num_hosts) if any(delays) else [], delays, _watch(ranks))
+            _forward(_ports(num_hosts) if any(delays) else [], delays, ranks)
         finally:
             failed = [f"rank {i} ended with status {status}" for i, rank in enumerate(ranks) if (status := rank.poll())]
             for rank in ranks:
@@ -200,19 +202,6 @@ def _start(command: Sequence[str], rank: int, hosts: Sequence[int], local: int) 
     return subprocess.Popen(command, env=environment, preexec_fn=enter, process_group=0, stdin=subprocess.DEVNULL)
 
 
-def _watch(ranks: Sequence[subprocess.Popen[bytes]]) -> Callable[[], bool]:
-    """Return a function that returns True while a rank runs, and a little longer if one failed."""
-    ends = [math.inf]
-
-    def are_running() -> bool:
-        states = [rank.poll() for rank in ranks]
-        if any(states):
-            ends[0] = min(ends[0], time.monotonic() + _PATIENCE_S)
-        return None in states and time.monotonic() < ends[0]
-
-    return are_running
-
-
 # -- delays: packets between hosts, forwarded later ------------------------------------------------------------------
 
 
@@ -221,27 +210,28 @@ def _ports(n: int) -> list[socket.socket]:
     made = []
     for i in range(n):
         port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
-        for level, option, value in _OPTIONS:
-            port.setsockopt(level, option, value)
-        for option in (option for both in _BUFFERS for option in both):
+        for option in _OPTIONS:
             with suppress(PermissionError):
-                port.setsockopt(socket.SOL_SOCKET, option, 2**26)
+                port.setsockopt(*option)
         port.bind((f"p{i}", 3))
         port.setblocking(False)
         made.append(port)
     return made
 
 
-def _forward(links: Sequence[socket.socket], delays_ms: Sequence[float], is_running: Callable[[], bool]) -> None:
-    """Forward packets between links until `is_running` is False: late by half of the delays of both hosts."""
+def _forward(
+    links: Sequence[socket.socket], delays_ms: Sequence[float], ranks: Sequence[subprocess.Popen[bytes]]
+) -> None:
+    """Forward packets between links while a rank runs, and a little longer if one failed: late by half of the delays of both hosts."""
     with suppress(OSError, AttributeError):  # to be on time, where it may; not its children
         os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
-    waiting, number, checked = list[tuple[float, int, int, bytes]](), 0, 0.0
+    waiting, number, checked, ends = list[tuple[float, int, int, bytes]](), 0, 0.0, math.inf
     while True:
         now = time.monotonic()
         if now >= checked + _CHECKED_S:
-            checked = now
-            if not is_running():
+            checked, states = now, [rank.poll() for rank in ranks]
+            ends = min(ends, now + _PATIENCE_S) if any(states) else ends
+            if None not in states or now >= ends:
                 return
         pause = min(checked + _CHECKED_S, waiting[0][0] if waiting else now + 1) - now
         ready, _, _ = select.select(links, [], [], max(0.0, pause))

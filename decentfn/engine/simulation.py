@@ -52,7 +52,14 @@ def simulate(
     rule = "workers at a time, an integer >= 1, or None for all."
     require(chunk_size is None or chunk_size >= 1, "simulate", rule, chunk_size=chunk_size)
 
-    replay = None if arrivals is None else _replay(step, arrivals)
+    replay = None
+    if arrivals is not None:
+        rule = "a recorded or computed df.timing.Trace."
+        require(isinstance(arrivals, Trace), "simulate", rule, arrivals=arrivals)
+        rule = "only workers on their own clocks take a trace, as with df.asynchronous_gradient_push."
+        require(step.own_steps, f"simulate({step.name}, arrivals=trace)", rule)
+        assert step.topology is not None
+        replay = Replay("simulate(step, N, arrivals=trace)", arrivals, step.topology)
 
     keep_freed_memory()
     one = step.run
@@ -99,15 +106,6 @@ def simulate(
 
     own_check = None if step.check is None else check
     return step.transformed("simulate", num_workers, run=run, check=own_check, arrivals=replay)
-
-
-def _replay(step: Step, trace: Trace) -> Replay:
-    rule = "a recorded or computed df.timing.Trace."
-    require(isinstance(trace, Trace), "simulate", rule, arrivals=trace)
-    rule = "only workers on their own clocks take a trace, as with df.asynchronous_gradient_push."
-    require(step.own_steps and step.topology is not None, f"simulate({step.name}, arrivals=trace)", rule)
-    assert step.topology is not None
-    return Replay("simulate(step, N, arrivals=trace)", trace, step.topology)
 
 
 @checks_numbers

@@ -144,14 +144,16 @@ class Step:
         last = getattr(x, "taken_at", None)
         if last is not None and number != last + 1:
             self._require_next(number, last)
-        if last is None and self.arrivals is not None:
-            self.arrivals.require_begun(number, trees.nodes_of(collectives.Ring, state)[0].to)
         with (
             collectives.whole_step(number, donated=self._donates) as here,
             draws.torch_draws(number, here.identity.place),
         ):
-            if self.own_steps and here.mailbox is not None:
-                here.mailbox.require_next(number)
+            mail = self.arrivals or (here.mailbox if self.own_steps else None)
+            if mail is not None and x not in mail.owners:
+                if self.arrivals is None:
+                    collectives.require_mail(f"step(state, batch, t={number})", False)
+                else:
+                    mail.require_begun(number, trees.nodes_of(collectives.Ring, state)[0].to)
             # In a replay t is a level, in which workers take steps of other numbers.
             known = self.schedules if self.arrivals is None else ()
             outer, context.resting = context.resting, collectives.find_rounds(known, t, number)
@@ -166,25 +168,18 @@ class Step:
                 context.resting, context.arrivals = outer, None
             if self._donates and isinstance(x, Buckets):
                 x.taken_at = number  # even if an error follows
-            elif self.own_steps and isinstance(x, Buckets) and here.mailbox is not None:
-                x.taken_at = collectives.MAIL_IS_ELSEWHERE
-        if self.watch is not None:
-            self.watch(result[0], t, self._donates)
         if isinstance(x, Buckets):
             new = x if self._donates or not isinstance(result, tuple) else getattr(result[0], "params", x)
             if isinstance(new, Buckets) and (self._donates or new is not x):
                 new.taken_at = number
-                if here.mailbox is not None and self.own_steps:
-                    here.mailbox.owner = weakref.ref(new)
+                if mail is not None:
+                    mail.owners = weakref.WeakSet([new])
+        if self.watch is not None:
+            self.watch(result[0], t, self._donates)
         return result
 
     def _require_next(self, t: int, last: int) -> None:
         """Raise ValueError if step `t` does not follow the step whose result the state is; warn of a gap, once."""
-        if last == collectives.MAIL_IS_ELSEWHERE:
-            raise ValueError(
-                f"step(state, batch, t={t}): mail is taken once, and that of this state is in the one that its step, df.settle(state), or a "
-                "later init(params) has returned; go on with that one, state, metrics = step(state, batch, t)."
-            )
         if t <= last:
             raise ValueError(
                 f"step(state, batch, t={t}): the state is the result of step t={last}, so the next step is t={last + 1}. Schedules, "

@@ -12,7 +12,7 @@ import numpy as np
 
 from decentfn.timing import Cluster, Exchange, clock
 from decentfn.timing.network import Network, messages_of
-from decentfn.topologies import Topology, certificate, complete, one_peer_exp_directed
+from decentfn.topologies import Certificate, Topology, complete, one_peer_exp_directed
 
 _FORWARD, _FIRST, _BUCKET = 1 / 3, 2**20, 25 * 2**20
 """Share of the forward pass in a step's computation; bytes of gradients that travel together, when they are there."""
@@ -92,12 +92,14 @@ def _buckets(work: Work) -> list[tuple[float, float, float]]:
     return found
 
 
-def gossip(work: Work, cluster: Cluster, topology: Topology, *, is_compressed: bool = False) -> Prediction:
+def gossip(
+    work: Work, cluster: Cluster, topology: Topology, facts: Certificate, *, is_compressed: bool = False
+) -> Prediction:
     """adapt_while_communicate: parameters travel during the forward and backward passes.
 
     If compressed, deep_squeeze, which any schedule suits: a message is known after the update, so nothing hides it.
     """
-    facts, name, inboxes = certificate(topology), topology.name, max(1, topology.degree)
+    name, inboxes = topology.name, max(1, topology.degree)
     mixing: dict[str, Any] = {"gap": facts.gap_per_step, "noise_spread": facts.noise_spread}
     if not is_compressed:
         return _predicted("adapt_while_communicate", name, work, cluster, topology, inboxes=inboxes, **mixing)
@@ -120,9 +122,9 @@ def diloco(work: Work, cluster: Cluster, inner_steps: int, parts: int = 1) -> Pr
 
 def asynchronous(work: Work, cluster: Cluster) -> Prediction:
     """asynchronous_gradient_push: nobody waits; what the links do not carry in a step is not sent."""
-    its = gossip(work, cluster, one_peer_exp_directed(cluster.num_workers))
-    sent = work.seconds / max(work.seconds, its.exchange)
-    own = replace(its, method="asynchronous_gradient_push", gap=None, noise_spread=None, bottleneck="computation")
+    made = one_peer_exp_directed(cluster.num_workers)
+    its = _predicted("asynchronous_gradient_push", made.name, work, cluster, made, inboxes=1)
+    sent, own = work.seconds / max(work.seconds, its.exchange), replace(its, bottleneck="computation")
     return replace(own, seconds=work.seconds, between=its.between * sent, inside=its.inside * sent)
 
 

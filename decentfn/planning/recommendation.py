@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -14,9 +14,10 @@ from decentfn.core import at_least, brief, checks_numbers, require
 from decentfn.planning.methods import PARTS, Prediction, Work, asynchronous, ddp, diloco, gossip, hsdp
 from decentfn.planning.order import renumbered, reordered, slowest_link
 from decentfn.timing.cluster import Cluster
-from decentfn.topologies import Topology, complete
+from decentfn.topologies import Certificate, Topology, certificate, complete
 from decentfn.topologies.registry import of_size
 
+_Certified = list[tuple[Topology, Certificate]]
 _MOST_PARAMETERS = 10**18
 _ENOUGH = 0.05
 """Spectral gap per step below which a schedule hardly mixes."""
@@ -96,13 +97,16 @@ def plan(
         rule = f"the cluster has {cluster.num_workers} workers."
         require(made.num_workers == cluster.num_workers, "plan", rule, topologies=brief(made))
     work = Work(parameters, compute_seconds, dtype.itemsize, (wire_dtype or dtype).itemsize)
-    rows = _ranked(work, cluster, sent, inner_steps, topologies)
+    schedules = cache(partial(_certified, topologies))
+    rows = _ranked(work, cluster, sent, inner_steps, schedules)
     best, schedule = _best(rows)
     found = [p for p, _ in rows]
     reason, limited = _reason(best, found, work), best.bottleneck == "links between nodes"
     if limited and topologies is None:
         ways = _other_ways(work, cluster, sent)
-        faster = {way: _best(_ranked(*these, sent, inner_steps, None))[0].seconds / best.seconds for way, these in ways}
+        faster = {
+            way: _best(_ranked(*these, sent, inner_steps, schedules))[0].seconds / best.seconds for way, these in ways
+        }
         said = [f"{share:.2f} with {way}" for way, share in faster.items() if share < _WORTH]
         reason += f" Of this step's time remain {', '.join(said)}." if said else ""
     made = Recommendation(found, best, schedule, reason)
@@ -117,7 +121,7 @@ def plan(
         told += f" An all-reduce is a ring of ranks: with nodes in the order {ranks} DDP takes {then * 1e3:.0f} ms."
     mixing = [its for p, its in rows if its is not None and (p.gap or 0) >= _ENOUGH] if limited else []
     if orders := reordered(cluster, mixing, nbytes, to_each=to_each):
-        faster, order = _best(_ranked(work, cluster, sent, inner_steps, [*orders]))
+        faster, order = _best(_ranked(work, cluster, sent, inner_steps, partial(_certified, [*orders])))
         if order is not None and faster.seconds < _WORTH * best.seconds:
             told += f" With `{orders[order]}` {faster.method} takes {faster.seconds * 1e3:.0f} ms."
             made = made._replace(reordered=faster, order=order)
@@ -136,22 +140,27 @@ def _other_ways(work: Work, cluster: Cluster, sent: float) -> list[tuple[str, tu
     return [*ways, ("both", (narrow, node))] if len(ways) == 2 else ways
 
 
+def _certified(given: Sequence[Topology] | None, n: int, local: int) -> _Certified:
+    """Return the given schedules, or else all of this size, with what they guarantee."""
+    made = given or [made for made in of_size(n, local).values() if not made.needs_push_sum]
+    return [(its, certificate(its)) for its in made]
+
+
 def _ranked(
-    work: Work, cluster: Cluster, sent: float, inner_steps: int, topologies: Sequence[Topology] | None
+    work: Work, cluster: Cluster, sent: float, inner_steps: int, schedules: Callable[[int, int], _Certified]
 ) -> list[tuple[Prediction, Topology | None]]:
     """Predict all methods, the fastest first."""
     found = [ddp(work, cluster), *(diloco(work, cluster, inner_steps, parts) for parts in (1, PARTS))]
     found.append(asynchronous(work, cluster))
     if cluster.processes_per_worker > 1:
         found.append(hsdp(work, cluster))
-    made = topologies or of_size(cluster.num_workers, cluster.workers_per_node).values()
-    schedules = [schedule for schedule in made if topologies or not schedule.needs_push_sum]
+    certified = schedules(cluster.num_workers, cluster.workers_per_node)
     if sent == 1:
         predict = partial(gossip, work, cluster)
     else:
         predict = partial(gossip, replace(work, wire=work.nbytes * sent), cluster, is_compressed=True)
-        schedules = [schedule for schedule in schedules if schedule.groups is None or schedule.draw is None]
-    rows = [*((p, None) for p in found), *((predict(made), made) for made in schedules)]
+        certified = [its for its in certified if its[0].groups is None or its[0].draw is None]
+    rows = [*((p, None) for p in found), *((predict(made, facts), made) for made, facts in certified)]
     rows.sort(key=lambda row: (row[0].seconds, *_mixing(row[0]), row[0].between, row[0].topology != "base"))
     return rows
 

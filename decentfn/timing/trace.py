@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -110,14 +111,6 @@ class Trace:
                     )
                 seen.add((j, s))
 
-    def require_of(self, call: str, topology: Topology) -> None:
-        """Raise ValueError unless this is a trace of `topology`; `call` is the user's call."""
-        if self.topology != (name := schedule_name(topology)):
-            raise ValueError(
-                f"{call}: a trace of {self.num_workers} workers on the schedule {self.topology!r}, but the algorithm's is {name!r} of "
-                f"{topology.num_workers} (a name and a digest of its rounds); replay it with the algorithm that it was recorded with."
-            )
-
     @property
     def num_steps(self) -> tuple[int, ...]:
         """Number of own steps of each worker."""
@@ -205,8 +198,14 @@ class Replay:
     """Levels of a trace as tables, on the algorithm's schedule; `call` is the user's. Step `t` of the simulator is level t."""
 
     def __init__(self, call: str, trace: Trace, topology: Topology) -> None:
-        trace.require_of(call, topology)
+        if trace.topology != (name := schedule_name(topology)):
+            raise ValueError(
+                f"{call}: a trace of {trace.num_workers} workers on the schedule {trace.topology!r}, but the algorithm's is {name!r} of "
+                f"{topology.num_workers} (a name and a digest of its rounds); replay it with the algorithm that it was recorded with."
+            )
         self.trace, self.topology = trace, topology
+        self.owners = WeakSet[Any]()
+        """Parameters that have taken the mail of its last level."""
 
     def require_begun(self, level: int, to: Tensor) -> None:
         """Raise ValueError unless the receivers in a state's rings, `to` `[N, R, K]`, are those before this level."""
@@ -218,19 +217,14 @@ class Replay:
         way_out = "df.stack(init(params), N, arrivals=trace), and go on from what each step returns."
         require(torch.equal(expected, to.cpu()), f"step(state, batch, t={level})", rule + way_out)
 
-    def arriving(self, level: int, late: bool, room: int) -> Tensor:
-        """Return the messages that each worker takes first, or late, `[N, M]` int64, in their order; -1 fills up.
-
-        A message is its number among those of all rings, of R = `room` places: `(sender R + place) K + slot`.
-        """
-        taken: list[list[int]] = [[] for _ in range(self.trace.num_workers)]
+    def arriving(self, level: int, late: bool, to: Tensor) -> Tensor:
+        """Return the messages that each worker takes first, or late, from rings with these receivers, as `rows_of`."""
+        taken = list[tuple[int, Iterable[Event]]]()
         for i, s in self._events(level):
             its = self.trace.taken[i][k := s - self.trace.first[i]]
             first = len(its) - self.trace.late[i][k]
-            for j, sent in its[first:] if late else its[:first]:
-                slot = self.topology.peers(sent).destinations[j].index(i)
-                taken[i].append((j * room + self.trace.places[j, sent]) * self.topology.slots + slot)
-        return filled_up(taken)
+            taken.append((i, its[first:] if late else its[:first]))
+        return rows_of(f"step(state, batch, t={level})", self.trace, taken, to)
 
     def offered(self, level: int) -> Offered:
         """Return what the workers offer in a level."""
@@ -255,6 +249,21 @@ def shares_of(topology: Topology, s: int) -> Tensor:
     """Return the share of its mass that each worker offers in each slot of own step `s`, `[N, K]` float64."""
     rows = topology.rows(s, torch.device("cpu"))
     return rows[:, rows.shape[1] - topology.slots :]
+
+
+def rows_of(call: str, trace: Trace, taken: Iterable[tuple[int, Iterable[Event]]], to: Tensor) -> Tensor:
+    """Return the messages of a trace that workers take, `[N, M]` int64, each in its order; -1 fills up.
+
+    A message is its number among those of all rings, whose receivers are `to` `[N, R, K]`: `(sender R + place) K + slot`.
+    """
+    receivers, found = to.tolist(), [list[int]() for _ in to]
+    for i, (j, s) in ((i, message) for i, messages in taken for message in messages):
+        place = trace.places[j, s]
+        its = sum(receivers[j][place : place + 1], [])
+        rule = "the messages in flight in the state are not those of the trace: it has settled, or is of another trace."
+        require(i in its, call, rule)
+        found[i].append((j * to.shape[1] + place) * to.shape[2] + its.index(i))
+    return filled_up(found)
 
 
 def filled_up(rows: list[list[int]]) -> Tensor:

@@ -18,7 +18,7 @@ from decentfn.kit.state import State, is_state, lines_of, restarted
 from decentfn.kit.step import Algorithm, require_algorithm
 from decentfn.optim.transforms.basic import RateState, current_rate, rates
 from decentfn.train.consensus import buckets_of, is_stacked, to_evaluate
-from decentfn.train.own_steps import memory_of
+from decentfn.train.own_steps import goes_on, memory_of
 
 _SET = "set_learning_rate(state, rate)"
 _CALL = "resize(state, algorithm)"
@@ -61,7 +61,7 @@ def with_params(state: Any, params: PyTree) -> Any:
             require_equal_rows("with_params(state, params)", {"params": new.shared()})
     new = to_evaluate(state._replace(params=new), back=True)
     changed = with_memory(restarted, state, new)
-    changed.params.taken_at = x.taken_at  # the run goes on
+    goes_on(state, changed)
     return changed
 
 
@@ -128,7 +128,7 @@ def set_learning_rate(state: State, rate: float | Tensor) -> State:
     rows = iter(new.expand(old.shape).unbind(-1) if len(rates(opt)) > 1 else [new.expand(old.shape)])
     opt = trees.map_nodes(RateState, lambda node: RateState(next(rows)), opt)
     copied = trees.map(torch.clone, state._replace(local=state.local._replace(opt=opt)))
-    copied.params.taken_at = state.params.taken_at  # the run goes on, perhaps in another epoch
+    goes_on(state, copied)  # perhaps in another epoch
     return copied
 
 

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from decentfn.algorithms.mail import Memory, with_mail, with_room
+from decentfn.algorithms.mail import Memory, with_room
 from decentfn.comm import collectives
-from decentfn.core import brief, checks_numbers, over_workers, require, trees
+from decentfn.core import brief, checks_numbers, require, trees
+from decentfn.core.buckets import Buckets
 from decentfn.elastic.connections import reported_as
 from decentfn.errors import PeerLost
 from decentfn.kit.state import State
 from decentfn.timing import Trace, schedule_name
-from decentfn.timing.trace import filled_up
+from decentfn.timing.trace import rows_of
 
 Batch = TypeVar("Batch")
 
@@ -118,9 +119,10 @@ def settle(state: State, *, arrivals: Trace | None = None) -> State:
         last, levels = state.params.taken_at, 0 if arrivals is None else len(arrivals.levels)
         rule = f"the state is of level {last} of {levels}, and what is in flight is known after the last one; replay the others."
         require(arrivals is None or last is None or last == levels - 1, "settle(state, arrivals=trace)", rule)
-        rows = collectives.addressed(ring.to) if arrivals is None else _left(ring, arrivals)
-        *sums, mass = collectives.sum_of_mail(list(state.params), ring.values, ring.shares, rows)
-        x, total = over_workers(with_mail, len(weight), state.params, weight, sums, mass)
+        rows = collectives.addressed(ring.to)
+        if arrivals is not None:
+            rows = rows_of("settle(state, arrivals=trace)", arrivals, arrivals.settled, ring.to)
+        *x, total = collectives.with_rows([*state.params, weight], ring.values, ring.shares, rows)
         rule = "mail is taken twice; of a state that replays a trace pass arrivals=trace, the one that it replays."
         require(float(total.sum()) < len(weight) * (1 + 1e-9), "settle(state)", rule, mass=float(total.sum()))
         is_known = arrivals is None or len([*arrivals.settled]) == len(weight)
@@ -135,17 +137,24 @@ def settle(state: State, *, arrivals: Trace | None = None) -> State:
             raise ValueError(
                 "settle(state): there is no mailbox here; call the algorithm's init(params) on every rank."
             )
-        *sums, mass = box.take(0, list(state.params), collectives.counts(box, here))
+        *x, total = box.take(0, [*state.params, weight], collectives.counts(box, state.params, here))
         collectives.gather_objects(None, here)  # no rank sends more before all have taken theirs
-        x, total = with_mail(state.params, weight, sums, mass.to(weight.device))
-    new = Memory(total, ring.with_room(ring.to.shape[-2]))
+    x, new = Buckets(x, state.params.plan), Memory(total, ring.with_room(ring.to.shape[-2]))
     settled = trees.map(
         torch.clone, state._replace(params=x, memory=trees.map_nodes(Memory, lambda _: new, state.memory))
     )
-    settled.params.taken_at = state.params.taken_at if arrivals is None else None  # the run goes on, a replay does not
+    if arrivals is None:  # a replay ends
+        goes_on(state, settled)
     if not weight.dim():
-        state.params.taken_at, box.owner = collectives.MAIL_IS_ELSEWHERE, weakref.ref(settled.params)
+        box.owners = WeakSet([settled.params])
     return settled
+
+
+def goes_on(state: State, new: State) -> None:
+    """Note that the run of a state goes on with a new one: with its next step and, on a rank, its mail."""
+    new.params.taken_at = state.params.taken_at
+    if (box := collectives.world().mailbox) is not None and state.params in box.owners:
+        box.owners.add(new.params)
 
 
 def with_room_of(call: str, state: Any, template: Any) -> Any:
@@ -157,18 +166,6 @@ def with_room_of(call: str, state: Any, template: Any) -> Any:
         require(bool((ring.to < 0).all()), call, rule, saved=ring.to.shape[-2], here=own.to.shape[-2])
         return with_room(state, own.to.shape[-2])
     return state
-
-
-def _left(ring: collectives.Ring, arrivals: Trace) -> Tensor:
-    taken: list[list[int]] = [[] for _ in ring.to]
-    for i, messages in arrivals.settled:
-        for j, s in messages:
-            place = arrivals.places[j, s]
-            rule = "the messages in flight in the state are not those at the end of the trace: it has settled, or is of another trace."
-            require(i in (receivers := ring.to[j, place].tolist()), "settle(state, arrivals=trace)", rule)
-            slot = receivers.index(i)
-            taken[i].append((j * ring.to.shape[1] + place) * ring.to.shape[2] + slot)
-    return filled_up(taken)
 
 
 @collectives.calling("df.trace()")

@@ -16,7 +16,7 @@ import decentfn as df
 from decentfn.core import trees
 from decentfn.planning import Cluster, Link
 from decentfn.testing import on_ranks
-from decentfn.timing import Exchange
+from decentfn.timing import Exchange, Trace, schedule_name
 from decentfn.train.own_steps import memory_of
 from tests.timing.skewed_labels import uncorrected_push
 from tests.timing.traces import random_trace, replayed
@@ -307,6 +307,15 @@ def test_compiled_ranks_are_replayed():
 @pytest.mark.thorough
 def test_a_long_run_with_a_rank_that_is_slow_at_times_is_replayed_bit_for_bit():
     assert_replayed(ONE_PEER, 4 * 150, 0.004)
+
+
+def test_parameters_without_mail_keep_their_bits():
+    """Ranks take nothing then; in the simulator others have mail in the same level."""
+    taken = [[[]] * 2, [[], [(0, 0)]], [[]] * 2, [[]] * 2]
+    trace = Trace(schedule_name(ONE_PEER), N, taken, [[[i == 0], [False]] for i in range(N)], [[0.0] * 2] * N)
+    minus = {name: -torch.zeros(3, dtype=torch.float64) for name in "ab"}
+    state = replayed(df.asynchronous_gradient_push(nothing, df.sgd(0.1), ONE_PEER), trace, [minus] * N, batch)
+    assert [bool(torch.signbit(x).all()) for x in state.params[0]] == [True, False, True, True]
 
 
 # -- what is refused ----------------------------------------------------------------------------------------------------

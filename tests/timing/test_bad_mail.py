@@ -77,11 +77,9 @@ def test_what_is_beyond_the_range_of_the_wire_is_kept():
     assert memory_of(state).weight.sum() == pytest.approx(N, abs=1e-12)
 
 
-def poisoned(state, worker=None):
-    """The state with NaN parameters; of one worker, if it is stacked."""
-    bad = [x.clone() for x in state.params]
-    (bad[0] if worker is None else bad[0][worker]).fill_(float("nan"))
-    return state._replace(params=df.kit.Buckets(bad, state.params.plan))
+def poison(x):
+    """Write NaN over the parameters of a worker."""
+    x.fill_(float("nan"))
 
 
 @pytest.mark.parametrize("make", MAKE)
@@ -100,7 +98,8 @@ def test_a_worker_whose_parameters_turn_bad_loses_its_own_mass_and_no_mail(make,
     lost = 0.0
     for level in range(len(trace.levels)):
         if level == steps[0]:
-            lost, state = float(memory_of(state).weight[2]), poisoned(state, 2)
+            lost = float(memory_of(state).weight[2])
+            poison(state.params[0][2])
         state, metrics = step(state, torch.ones(N, dtype=torch.float64), level)
         assert torch.isfinite(state.params[0]).all()
     settled = df.settle(state, arrivals=trace)
@@ -110,7 +109,7 @@ def test_a_worker_whose_parameters_turn_bad_loses_its_own_mass_and_no_mail(make,
         torch.testing.assert_close(value, starts()[0][name].expand_as(value), atol=0.02 if options else 1e-12, rtol=0)
 
 
-def run_with_bad_values(rank, make, poison):
+def run_with_bad_values(rank, make, turns_bad):
     """A rank whose loss takes a while, so that mail comes during it; rank 1 is bad in a step, or at times."""
 
     @df.autograd
@@ -121,9 +120,10 @@ def run_with_bad_values(rank, make, poison):
     init, step = guarded(make, slow)
     state, lost = init(starts()[rank]), 0.0
     for t in range(60):
-        if poison and t == 20 and rank == 1:
-            lost, state = float(memory_of(state).weight), poisoned(state)
-        state, _ = step(state, torch.ones((), dtype=torch.float64) if poison else factor(rank, t), t)
+        if turns_bad and t == 20 and rank == 1:
+            lost = float(memory_of(state).weight)
+            poison(state.params[0])
+        state, _ = step(state, torch.ones((), dtype=torch.float64) if turns_bad else factor(rank, t), t)
     settled = df.settle(state)
     return settled, lost, sum(df.trace().late[rank])
 

@@ -11,7 +11,7 @@ import decentfn as df
 from decentfn.core import trees
 from decentfn.planning import Cluster, Link
 from decentfn.testing import on_ranks
-from decentfn.timing import Exchange
+from decentfn.timing import Exchange, Trace, schedule_name
 from decentfn.train.own_steps import memory_of
 from tests.timing.test_asynchronous import ONE_PEER, N, batch, loss_fn, nothing, starts
 from tests.timing.traces import random_trace, replayed
@@ -40,14 +40,18 @@ def mistaken(rank, make, kind):
     state = init(starts()[rank])
     for t in range(10):
         state, _ = step(state, batch(rank, t), t)
-    used, t = state, 10
-    if kind == "a step twice":
+    used, t, at = state, 10, 10
+    if kind.startswith("a copy from before"):
+        used, before = trees.map(torch.clone, used), used
+        state = df.settle(before) if kind.endswith("settling") else step(before, batch(rank, t), t)[0]
+        at += kind.endswith("at the next step")
+    elif kind == "a sibling":
+        state, used = df.set_learning_rate(used, 0.2), df.with_params(used, df.params(used))  # either may go on, once
+        state, _ = step(state, batch(rank, t), t)
+    elif kind == "a step twice":
         state, _ = step(used, batch(rank, t), t)
     elif kind == "a settled state's forerunner":
         state = df.settle(used)
-    elif kind == "a copy from before":
-        used, before = trees.map(torch.clone, used), used
-        state, _ = step(before, batch(rank, t), t)
     elif kind == "init again":
         state, t = init(starts()[rank]), 0
     else:
@@ -56,9 +60,12 @@ def mistaken(rank, make, kind):
             step(used, batch(rank, t), t)
         is_bad.clear()
     with pytest.raises((ValueError, RuntimeError)) as error:
-        step(used, batch(rank, 10), 10)
+        step(used, batch(rank, at), at)
     if kind != "a loss that raises":
-        t += kind in ("a step twice", "a copy from before")
+        with pytest.raises(ValueError, match="mail is taken once"):
+            df.settle(used)
+    if kind != "a loss that raises":
+        t += kind not in ("a settled state's forerunner", "a copy from before a settling", "init again")
         step(state, batch(rank, t), t)
     return str(error.value)
 
@@ -69,7 +76,10 @@ def mistaken(rank, make, kind):
     [
         ("a step twice", "mail is taken once"),
         ("a settled state's forerunner", "mail is taken once"),
-        ("a copy from before", "mail is taken once, and the own step t=10 was taken"),
+        ("a copy from before", "mail is taken once"),
+        ("a copy from before, at the next step", "mail is taken once"),
+        ("a copy from before a settling", "mail is taken once"),
+        ("a sibling", "mail is taken once"),
         ("init again", "or a later init"),
         ("a loss that raises", "mail that it took is gone"),
     ],
@@ -148,6 +158,22 @@ def test_a_replay_goes_on_from_a_copy_at_its_level_and_begins_at_no_other(make):
     for one in (state, copy):
         step(one, batches, 7)
     assert all(map(torch.equal, state.params, copy.params))
+
+
+def test_a_replay_does_not_go_on_from_a_plain_simulation():
+    """There all messages were taken in the next step; what the trace says of them is not so."""
+    algorithm, sent = built(df.asynchronous_gradient_push), [[[(i, k) != (0, 2)] for k in range(4)] for i in range(N)]
+    heard = [[(ONE_PEER.peers(k).sources[i][0], k) for k in range(3)] for i in range(N)]
+    taken = [[[], *([(j, k)] if sent[j][k][0] else [] for j, k in its)] for its in heard]
+    trace = Trace(schedule_name(ONE_PEER), N, taken, sent, [[0.0] * 4] * N)
+    assert trace.room == 1  # as a state has that replays nothing
+    plain, step = df.simulate(algorithm.step, N), df.simulate(algorithm.step, N, arrivals=trace)
+    state, batches = df.stack(algorithm.init(starts()[0]), N, arrivals=trace), torch.zeros(N, dtype=torch.float64)
+    state, _ = step(state, batches, 0)
+    for t in (1, 2):
+        state, _ = plain(state, batches, t)
+    with pytest.raises(ValueError, match=r"t=3\): the messages in flight in the state are not those of level 3 "):
+        step(state, batches, 3)
 
 
 def test_a_state_with_more_room_than_a_trace_needs_replays_it_alike():
@@ -229,19 +255,22 @@ def after_a_restart(rank, folder, make, first):
     return settled, df.trace(), df.consensus_mean(df.ema_state(settled))
 
 
-def going_back(rank, folder):
+def going_back(rank, folder, settles):
     init, step = built(df.asynchronous_gradient_push)
     state = init(starts()[rank])
     df.checkpoint.save(folder, state, 0)
     for _ in range(2):
         for t in range(5):
             state, _ = step(state, batch(rank, t), t)
-        state = df.checkpoint.restore(folder, df.settle(state)).state
+        state = df.checkpoint.restore(folder, df.settle(state) if settles else state).state
     return float(memory_of(state).weight)
 
 
-def test_settled_ranks_go_back_to_their_checkpoint(tmp_path):
-    assert sum(on_ranks(N, going_back, tmp_path)) == pytest.approx(N, abs=1e-12)
+def test_settled_ranks_go_back_to_their_checkpoint_and_no_others(tmp_path):
+    """What is in flight is of the steps that are left: with it the mass would not be N."""
+    assert sum(on_ranks(N, going_back, tmp_path / "settled", True)) == pytest.approx(N, abs=1e-12)
+    with pytest.raises(ValueError, match=r"mail is taken once.*or go back on all ranks: init"):
+        on_ranks(N, going_back, tmp_path / "flying", False)
 
 
 @pytest.mark.parametrize("make", MAKE)

@@ -6,6 +6,7 @@ import pytest
 
 import decentfn as df
 from decentfn.timing import Trace, schedule_name
+from decentfn.timing.trace import Replay
 
 RING = df.topologies.from_shifts("directed-ring", [{1: 0.5}], 3)
 
@@ -70,8 +71,8 @@ def test_what_cannot_have_happened_is_refused(changes, words):
 
 
 def test_a_trace_of_another_schedule_is_refused():
-    trace().require_of("here", RING)
+    Replay("here", trace(), RING)
     with pytest.raises(ValueError, match="3 workers on the schedule .* of 4 "):
-        trace().require_of("here", df.topologies.static_ring(4))
+        Replay("here", trace(), df.topologies.static_ring(4))
     with pytest.raises(ValueError, match="digest"):
-        trace().require_of("here", df.topologies.static_ring(3))
+        Replay("here", trace(), df.topologies.static_ring(3))

@@ -1,11 +1,11 @@
 """Collectives between workers and their processes: the world, the operators of a step, and calls outside steps."""
 
-from decentfn.comm.collectives.arrivals import Ring, addressed, offer, own_step, sum_of_mail, take
+from decentfn.comm.collectives.arrivals import Ring, addressed, offer, own_step, take, with_rows
 from decentfn.comm.collectives.channels import Channels, close
 from decentfn.comm.collectives.failures import is_peer_lost, outside_error
 from decentfn.comm.collectives.identity import Identity
 from decentfn.comm.collectives.lookup import Row, find_rounds, look_up, on_device, refuse_size, rests
-from decentfn.comm.collectives.mailbox import MAIL_IS_ELSEWHERE, counts, open_mailbox
+from decentfn.comm.collectives.mailbox import LEAST, counts, open_mailbox, require_mail
 from decentfn.comm.collectives.membership import (
     adopt_default_group,
     all_processes,

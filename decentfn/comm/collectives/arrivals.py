@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from decentfn.comm.collectives.lookup import refuse_size
-from decentfn.comm.collectives.mailbox import Mailbox
+from decentfn.comm.collectives.mailbox import Mailbox, with_mail
 from decentfn.comm.collectives.membership import world
 from decentfn.core import by_handle, context, number_on, of_step, operator, require
 from decentfn.core.buckets import wide
@@ -39,13 +39,12 @@ class Ring(NamedTuple):
         return x.new_full((*x.shape[:-2], places, x.shape[-1]), value)
 
 
-def take(own: Sequence[Tensor], ring: Ring, topology: Topology, t: Tensor, late: bool) -> tuple[list[Tensor], Tensor]:
-    """Take the mail of own step `t`: `Σ share · (values - own)`, wide, `[D]` each, and `Σ share`, 0-d float64.
+def take(own: Sequence[Tensor], ring: Ring, topology: Topology, t: Tensor, late: bool) -> list[Tensor]:
+    """Return the parameters, `[D]` each, and last their weight, 0-d float64, with the mail of own step `t`.
 
     First what has arrived before the step; then, late, what has arrived since, of steps that had ended before.
     """
-    *sums, mass = _take(list(own), list(ring.values), ring.shares, ring.to, topology.handle, t, late, 0)
-    return sums, mass
+    return _take(list(own), list(ring.values), ring.shares, ring.to, topology.handle, t, late, 0)
 
 
 def offer(values: Sequence[Tensor], mass: Tensor, ring: Ring, topology: Topology, t: Tensor) -> tuple[Tensor, Ring]:
@@ -91,19 +90,15 @@ def _take_kernel(
     box, _ = _mailbox(handle, workers, "take")
     if workers:
         at_once = to[..., :0] if late else to  # all steps end at once, so nothing arrives during one
-        rows = addressed(at_once) if context.arrivals is None else context.arrivals.arriving(int(t), late, to.shape[1])
-        return sum_of_mail(own, values, shares, rows)
-    if box is None:
-        return [*(torch.zeros_like(x, dtype=wide(x.dtype)) for x in own), shares.new_zeros(())]
-    *sums, mass = box.take(int(t), own, late=late)
-    return [*sums, mass.to(shares.device)]
+        rows = addressed(at_once) if context.arrivals is None else context.arrivals.arriving(int(t), late, to)
+        return with_rows(own, values, shares, rows)
+    return with_mail(own, (), shares) if box is None else box.take(int(t), own, late=late)
 
 
-def sum_of_mail(own: Sequence[Tensor], values: Sequence[Tensor], shares: Tensor, rows: Tensor) -> list[Tensor]:
-    """Return what `take` returns of all workers, from their rings `[N, R, D]`, `[N, R, K]`; rows as in `Replay.arriving`."""
-    n, rows = len(shares), rows.to(shares.device)
-    sums = [torch.zeros_like(x, dtype=wide(x.dtype)) for x in own]
-    mass = shares.new_zeros(n)
+def with_rows(own: Sequence[Tensor], values: Sequence[Tensor], shares: Tensor, rows: Tensor) -> list[Tensor]:
+    """Return `with_mail` of all workers, from their rings `[N, R, D]`, `[N, R, K]`; rows as in `timing.trace.rows_of`."""
+    rows, mass = rows.to(shares.device), torch.zeros_like(own[-1])
+    sums = [torch.zeros_like(x, dtype=wide(x.dtype)) for x in own[:-1]] if rows.shape[1] else []
     for number in rows.unbind(1):
         is_there, number = number >= 0, number.clamp(min=0)
         share = shares.reshape(-1)[number] * is_there
@@ -112,7 +107,9 @@ def sum_of_mail(own: Sequence[Tensor], values: Sequence[Tensor], shares: Tensor,
             away = message.to(sums[i].dtype) - own[i]
             sums[i] += torch.where(is_there[:, None], share[:, None].to(away.dtype) * away, 0.0)
         mass += share
-    return [*sums, mass]
+    *z, w = with_mail(own, sums, mass)
+    has_mail = (rows >= 0).any(1)[:, None]  # without it -0.0 stays, as on ranks
+    return [*(torch.where(has_mail, x, old) for x, old in zip(z, own, strict=False)), w]
 
 
 def addressed(to: Tensor) -> Tensor:
@@ -129,10 +126,7 @@ _take = operator(
     "take(Tensor[] own, Tensor[] values, Tensor shares, Tensor to, Tensor topology, Tensor t, "
     "bool late, int workers) -> Tensor[]",
     _take_kernel,
-    lambda own, values, shares, *_: [
-        *(torch.empty_like(x, dtype=wide(x.dtype)) for x in own),
-        shares.new_empty(shares.shape[:-2]),
-    ],
+    lambda own, *_: [torch.empty_like(x) for x in own],
     ("own", "values", "shares", "to"),
 )
 
@@ -150,8 +144,7 @@ def _offer_kernel(values: list[Tensor], mass: Tensor, handle: Tensor, t: Tensor,
     if box is not None:
         own = float(mass)
         shares = [share * own for share in shares_of(topology, int(t))[box.rank].tolist()]
-        went = box.offer(int(t), values, shares, LEAST_MASS, own)
-        told[:slots] = torch.tensor([share * goes for share, goes in zip(shares, went, strict=True)], dtype=told.dtype)
+        told[:slots] = torch.tensor(box.offer(int(t), values, shares, own), dtype=told.dtype)
     return told
 
 

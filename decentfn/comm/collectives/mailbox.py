@@ -8,13 +8,12 @@ one travels at most: then the sender keeps its mass. So memory is bounded, and a
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -26,10 +25,11 @@ from decentfn.comm.collectives.outside import gather_objects
 from decentfn.comm.collectives.world import World
 from decentfn.core import log, require
 from decentfn.core.buckets import Buckets, wide
+from decentfn.timing.trace import LEAST_MASS
 from decentfn.topologies import Topology
 
-MAIL_IS_ELSEWHERE = sys.maxsize
-"""`taken_at` of parameters whose mail is in another state: the one that a step of a rank, `df.settle` or a later `init` returned."""
+LEAST = torch.finfo(torch.float32).tiny
+"""Less mass is none, after bad values, before mail has come."""
 _FOREVER = timedelta(days=365)
 _GOODBYE = -1
 """Step of a sender's last message."""
@@ -43,7 +43,6 @@ class _Letter:
         self.changed = threading.Condition(lock)  # its thread waits, and is woken alone
         sizes = [8, 8, *(-(-x.nbytes // 8) * 8 for x in like)]
         self.bytes, self.peer, self.is_full = torch.zeros(sum(sizes), dtype=torch.uint8), peer, False
-        self.is_lost = False
         step, share, *values = self.bytes.split(sizes)
         self.step, self.share = step.view(torch.int64), share.view(torch.float64)
         self.values = [part[: x.nbytes].view(x.dtype) for part, x in zip(values, like, strict=True)]
@@ -56,9 +55,10 @@ class Mailbox:
         here: this rank's world, each rank one worker.
         topology: the schedule, whose round a rank uses by its own step.
         like: tensors `[D]` of the dtypes and sizes of a message's values.
+        x: the first parameters.
     """
 
-    def __init__(self, here: World, topology: Topology, like: Sequence[Tensor]) -> None:
+    def __init__(self, here: World, topology: Topology, like: Sequence[Tensor], x: Buckets) -> None:
         self.topology, self.rank = topology, here.identity.rank
         sources, destinations = _neighbors(topology, self.rank)
         lock = threading.Lock()
@@ -66,12 +66,12 @@ class Mailbox:
         self._inbox: list[_Letter] = []  # full letters, as they arrived
         self._in = [_Letter(like, peer, lock) for peer in sources]
         self._out = {peer: _Letter(like, peer, lock) for peer in destinations}
-        self._is_closed = False
+        self._is_closed, self._lost = False, set[int]()  # the lost ranks
         self.sent_to, self.taken_from = dict.fromkeys(destinations, 0), dict.fromkeys(sources, 0)
         """Messages so far, by the other rank."""
         self.record = Record()
-        self.owner: Callable[[], Buckets | None] = lambda: None
-        """Weak reference to the parameters that its mail belongs to."""
+        self.owners = WeakSet([x])
+        """Parameters that have the mail so far; only a state of theirs goes on."""
         self._patience = here.channels.longest_wait
         channels = here.channels.apart(here.channels.longest_wait)
         self._group: Any = channels.connected("mailbox", range(here.identity.size))
@@ -80,32 +80,27 @@ class Mailbox:
         for thread in self._threads:
             thread.start()
 
-    def require_next(self, step: int) -> None:
-        """Raise ValueError if this own step is over, and its state was a copy: the mail of both would be taken by one."""
-        rule = f"mail is taken once, and the own step t={step} was taken with another copy of this state; go on with what it has "
-        way_out = "returned, or go back on all ranks: init(params), and df.checkpoint.restore(directory, state)."
-        is_next = self.record.is_settled or step >= self.record.first + len(self.record.sent)
-        require(is_next, f"step(state, batch, t={step})", rule + way_out)
-
     def take(
         self, step: int, own: Sequence[Tensor], counts: Mapping[int, int] | None = None, *, late: bool = False
     ) -> list[Tensor]:
-        """Return `Σ share · (values - own)` of what has arrived, wide, and `Σ share`, 0-d float64; note it for own step `step`.
+        """Return `own`, parameters and weight, `with_mail` that has arrived; note it for own step `step`.
 
         With `counts`, wait for so many messages of each rank since the start, but for those of lost ranks.
         """
-        sums = [torch.zeros_like(x, dtype=wide(x.dtype)) for x in own]
-        total, messages = torch.zeros((), dtype=torch.float64), list[tuple[int, int]]()
+        sums, messages = list[Tensor](), list[tuple[int, int]]()
+        mass = torch.zeros((), dtype=torch.float64)
         while True:
             if counts is not None:
                 self._wait(lambda: bool(self._inbox) or self._has(counts))
             with self._changed:
                 letters, self._inbox = self._inbox, []
+            if letters and not sums:
+                sums = [torch.zeros_like(x, dtype=wide(x.dtype)) for x in own[:-1]]
             for letter in letters:
                 share = letter.share[0].clone()
-                for x, values, total_of_x in zip(own, letter.values, sums, strict=True):
+                for x, values, total_of_x in zip(own, letter.values, sums, strict=False):
                     total_of_x += share.to(total_of_x.dtype) * (values.to(total_of_x) - x)
-                total += share
+                mass += share
                 messages.append((letter.peer, int(letter.step)))
             with self._changed:
                 for letter in letters:
@@ -114,30 +109,21 @@ class Mailbox:
                     letter.changed.notify()
             if counts is None:
                 self.record.take(step, messages, late)
-                return [*sums, total]
-            if self._has(counts):
+            elif self._has(counts):
                 self.record.settle(messages)
-                return [*sums, total]
+            else:
+                continue
+            return with_mail(own, sums, mass)
 
-    def offer(
-        self, step: int, values: Sequence[Tensor], shares: Sequence[float], least: float, mass: float
-    ) -> list[bool]:
-        """Hand over a message in each slot of own step `step`, unless its last one travels or too little mass would stay.
+    def offer(self, step: int, values: Sequence[Tensor], shares: Sequence[float], mass: float) -> list[float]:
+        """Hand over a message with this share of `mass` in each slot of own step `step`; return those that went out, else 0.
 
-        Args:
-            step: own step.
-            values: what each message carries.
-            shares: the mass that goes with it in each slot.
-            least: the mass that must stay here.
-            mass: the mass before.
-
-        Returns:
-            True for the slots whose message went out; in others there is no receiver, or the mass is kept.
+        It stays if there is no receiver, if the last one to it still travels, or if less than `LEAST_MASS` would stay here.
         """
         went = []
         for peer, share in zip(self.topology.peers(step).destinations[self.rank], shares, strict=True):
             letter = self._out.get(peer)
-            goes = letter is not None and mass - share >= least and not (letter.is_full or letter.is_lost)
+            goes = letter is not None and mass - share >= LEAST_MASS and not (letter.is_full or peer in self._lost)
             if goes and letter is not None:
                 letter.step.fill_(step)
                 letter.share.fill_(share)
@@ -150,12 +136,12 @@ class Mailbox:
                 self.sent_to[peer] += 1
             went.append(goes)
         self.record.send(went)
-        return went
+        return [share * goes for share, goes in zip(shares, went, strict=True)]
 
     def _has(self, counts: Mapping[int, int]) -> bool:
         """Return True if so many messages of each rank were taken, and the own ones are with their receivers."""
-        is_taken = all(one.is_lost or self.taken_from[one.peer] >= counts[one.peer] for one in self._in)
-        return is_taken and not any(one.is_full and not one.is_lost for one in self._out.values())
+        is_taken = all(self.taken_from[peer] >= count for peer, count in counts.items() if peer not in self._lost)
+        return is_taken and not any(one.is_full and peer not in self._lost for peer, one in self._out.items())
 
     def _wait(self, is_there: Callable[[], bool]) -> None:
         with self._changed:
@@ -214,16 +200,27 @@ class Mailbox:
     def _lose(self, letter: _Letter, error: RuntimeError | None) -> None:
         """Go on without a rank: its mass is gone, and so is what was in flight to it."""
         with self._changed:
-            its = [one for one in (*self._in, *self._out.values()) if one.peer == letter.peer]
-            is_known = any(one.is_lost for one in its)
-            for one in its:
-                one.is_lost = True
+            is_known = letter.peer in self._lost
+            self._lost.add(letter.peer)
             self._changed.notify_all()
         if error is not None and not is_known and not self._is_closed:
             log.warning(
                 f"rank {self.rank} goes on without rank {letter.peer}, whose connection has ended ({brief_reason(error)}): it waits for "
                 "no mail of it, and sends it none; the mass of that rank is lost, and nothing else."
             )
+
+
+def with_mail(own: Sequence[Tensor], sums: Sequence[Tensor], mass: Tensor) -> list[Tensor]:
+    """Return parameters `[..., D]` and weight `[...]` with mail of `mass`.
+
+    `sums` are its differences from the parameters times their mass, so equal values stay; there are none without mail.
+    """
+    if not sums:
+        return [x.clone() for x in own]
+    *z, w = own
+    total = w + mass.to(w.device)
+    divisor = total.clamp(min=LEAST)[..., None]
+    return [*((x + s / divisor.to(s.dtype)).to(x.dtype) for x, s in zip(z, sums, strict=True)), total]
 
 
 class Record:
@@ -247,12 +244,17 @@ class Record:
             self.taken[-1] += messages
             self.late[-1] = len(messages)
             return
-        if self.is_settled or not self.sent:
+        if self.is_over:
             self._begin(step)
         if (due := self.first + len(self.sent)) < step:
             self.gap = self.gap or [due, step - 1]
         self.taken.append(messages)
         self.late.append(0)
+
+    @property
+    def is_over(self) -> bool:
+        """Return True if nothing is in flight: no step was taken, or all were settled."""
+        return self.is_settled or not self.sent
 
     def settle(self, messages: list[tuple[int, int]]) -> None:
         """Note what was taken after the last step."""
@@ -279,16 +281,22 @@ def open_mailbox(topology: Topology, like: Sequence[Tensor], x: Buckets) -> None
         )
     if here.mailbox is not None:
         here.mailbox.close()
-        if (earlier := here.mailbox.owner()) is not None:
-            earlier.taken_at = MAIL_IS_ELSEWHERE
-    here.mailbox = Mailbox(here, topology, like)
-    here.mailbox.owner = weakref.ref(x)
+    here.mailbox = Mailbox(here, topology, like, x)
     here.session.own_steps = True
 
 
-def counts(box: Mailbox, here: World) -> dict[int, int]:
+def require_mail(call: str, has: bool) -> None:
+    """Raise ValueError unless parameters have the mail so far: it would be lost, and what was sent would be sent again."""
+    rule = "mail is taken once, and that of this state is in the one that its step, df.settle(state), or a later init(params) has "
+    way_out = "returned, and not in a copy; go on with that one, or go back on all ranks: init(params), df.checkpoint.restore."
+    require(has, call, rule + way_out)
+
+
+def counts(box: Mailbox, x: Buckets, here: World) -> dict[int, int]:
     """Return how many messages each rank has sent to this one. Collective: no rank takes a step meanwhile."""
-    sent = gather_objects({str(peer): count for peer, count in box.sent_to.items()}, here)
+    told = {str(peer): count for peer, count in box.sent_to.items()} if x in box.owners else None
+    sent = gather_objects(told, here)
+    require_mail("settle(state)", None not in sent)
     return {peer: sent[peer].get(str(box.rank), 0) for peer in box.taken_from}
 
 

@@ -77,7 +77,10 @@ def restore(source: str | Path, state: Any) -> Restored:
         restored, drawing, saved_workers = read[0]
         for directory in (Path(found).parent.resolve(), Path(found).resolve().parent):  # they differ if one is a link
             files.own[directory] = restored.step
-        if restored.step and memory_of(restored.state) is None:  # workers on their own clocks have their own t
+        if memory_of(restored.state) is not None:  # workers on their own clocks have their own t
+            if (box := collectives.world().mailbox) is not None and box.record.is_over:
+                box.owners.add(restored.state.params)
+        elif restored.step:
             restored.state.params.taken_at = restored.step - 1
         if collectives.all_processes().rank == 0:
             _tell(found, state, restored.state, saved_workers, skipped)
