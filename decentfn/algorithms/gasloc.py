@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Unpack
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.outer import Feedback, local_steps, progress
+from decentfn.algorithms.outer import Feedback, after_steps, local_steps, progress
 from decentfn.core.arguments import real, require
 
 
@@ -117,5 +117,6 @@ def gasloc(
     def start(x: kit.Buckets) -> Memory:
         return Memory(kit.copy_wide(x), kit.copy_wide(x), feedback.start(x, with_peers=True))
 
-    step = local_steps(worker, schedule, outer, own_steps=steps if min(steps) < max(steps) else ())
-    return worker.algorithm(step, start, schedules=(schedule,), whole_buckets=feedback.is_on)
+    due = after_steps(max(steps), worker.everyone)  # also in an idle round
+    step = local_steps(worker, due, outer, own_steps=steps if min(steps) < max(steps) else ())
+    return worker.algorithm(step, start, schedules=(due,), whole_buckets=feedback.is_on)
