@@ -103,8 +103,7 @@ def local_steps(
 ) -> Callable[[kit.State, kit.PyTree, Tensor], tuple[kit.State, kit.Metrics]]:
     """Return the step of `rounds` whose outer step is of all parameters: its result is taken when `schedule` is active.
 
-    That is the schedule of all workers where a round of the topology may be idle. Where t has no value, as in a user's
-    own trace, the outer step is computed in every step. A weight is added to `memory.weight`.
+    Where t has no value, as in a user's own trace, it is computed in every step. A weight is added to `memory.weight`.
     """
 
     def count(memory: Any, weight: Tensor | None) -> Any:
