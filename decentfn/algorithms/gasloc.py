@@ -101,7 +101,7 @@ def gasloc(
     way_out = "use 'random-matching' or a static undirected topology, a smaller gossip_step, or outer_momentum=0"
     kit.require_settling(call, topology, free, way_out, gossip_rounds)
     feedback = Feedback("gasloc", compressor, error_decay, worker, options)
-    schedule, due = feedback.with_peers(max(steps), topology), after_steps(max(steps), worker.everyone)  # due also if idle
+    schedule, due = feedback.with_peers(max(steps), topology), after_steps(max(steps), worker.everyone)  # also if idle
     rate = kit.as_input("gasloc", "outer_learning_rate", outer_learning_rate)
     momentum = kit.as_input("gasloc", "outer_momentum", outer_momentum)
     strength = kit.as_input("gasloc", "gossip_step", gossip_step)
