@@ -54,7 +54,9 @@ def test_every_algorithm_is_the_same_leaf_by_leaf(name):
     ("name", "options"),
     [
         *((name, {}) for name in ("choco_sgd", "sparta", "streaming_diloco", "diloco, 4 bits")),
-        ("slowmo", {"compressor": df.compressors.quantize(4)}),
+        *((name, {"compressor": df.compressors.quantize(8)}) for name in ("slowmo", "noloco", "gasloc")),
+        ("factored_gossip_diloco", {"compressor": df.compressors.quantize(8)}),
+        ("diloco", {"fraction": 0.5}),
     ],
 )
 def test_what_is_chosen_or_compressed_in_a_bucket_is_not_taken_apart(name, options):

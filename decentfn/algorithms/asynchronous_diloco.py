@@ -82,7 +82,7 @@ def asynchronous_diloco(
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
     kit.require_whole("asynchronous_diloco", inner_steps=inner_steps)
     outer = nesterov("asynchronous_diloco", outer_learning_rate, outer_momentum)
-    schedule = after_steps(inner_steps, topology)
+    schedule, due = (after_steps(inner_steps, one) for one in (topology, worker.everyone))  # due: also in an idle round
     mail = mails.Mail("asynchronous_diloco", worker, schedule)
 
     def start(x: kit.Buckets) -> Memory:
@@ -95,7 +95,7 @@ def asynchronous_diloco(
         u, local = worker.update(g.grads, g, local, theta)
         d = kit.unless_bad(kit.add(d, u))
         before = phi
-        if not kit.rests(schedule):
+        if not kit.rests(due):
             phi, letters = mail.take(phi, letters, t, late=True)
             is_due = (collectives.own_step(phi[0], t, 0) + 1) % inner_steps == 0
             u, b_new = outer.update(kit.each(torch.neg, d), b, phi)
@@ -104,4 +104,4 @@ def asynchronous_diloco(
         phi, letters = mail.offer(phi, letters, t, before)
         return kit.State(phi, local, Memory(letters, d, b)), g.metrics
 
-    return mail.algorithm(step, start, schedules=(schedule,))
+    return mail.algorithm(step, start, schedules=(due,))

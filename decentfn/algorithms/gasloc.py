@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Unpack
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.outer import Feedback, local_steps, progress
+from decentfn.algorithms.outer import Feedback, after_steps, local_steps, progress
 from decentfn.core.arguments import real, require
 
 
@@ -101,7 +101,7 @@ def gasloc(
     way_out = "use 'random-matching' or a static undirected topology, a smaller gossip_step, or outer_momentum=0"
     kit.require_settling(call, topology, free, way_out, gossip_rounds)
     feedback = Feedback("gasloc", compressor, error_decay, worker, options)
-    schedule = feedback.with_peers(max(steps), topology)
+    schedule, due = feedback.with_peers(max(steps), topology), after_steps(max(steps), worker.everyone)  # also if idle
     rate = kit.as_input("gasloc", "outer_learning_rate", outer_learning_rate)
     momentum = kit.as_input("gasloc", "outer_momentum", outer_momentum)
     strength = kit.as_input("gasloc", "gossip_step", gossip_step)
@@ -117,5 +117,5 @@ def gasloc(
     def start(x: kit.Buckets) -> Memory:
         return Memory(kit.copy_wide(x), kit.copy_wide(x), feedback.start(x, with_peers=True))
 
-    step = local_steps(worker, schedule, outer, own_steps=steps if min(steps) < max(steps) else ())
-    return worker.algorithm(step, start, schedules=(schedule,), whole_buckets=feedback.is_on)
+    step = local_steps(worker, due, outer, own_steps=steps if min(steps) < max(steps) else ())
+    return worker.algorithm(step, start, schedules=(due,), whole_buckets=feedback.is_on)

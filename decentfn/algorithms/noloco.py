@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.outer import Feedback, local_steps, progress
+from decentfn.algorithms.outer import Feedback, after_steps, local_steps, progress
 
 
 class Memory(NamedTuple):
@@ -99,5 +99,5 @@ def noloco(
     def start(x: kit.Buckets) -> Memory:
         return Memory(kit.copy_wide(x), kit.zeros_like(x), feedback.start(x, with_peers=True))
 
-    step = local_steps(worker, schedule, outer)
-    return worker.algorithm(step, start, schedules=(schedule,), whole_buckets=feedback.is_on)
+    due = after_steps(inner_steps, worker.everyone)  # also in an idle round
+    return worker.algorithm(local_steps(worker, due, outer), start, schedules=(due,), whole_buckets=feedback.is_on)

@@ -65,7 +65,7 @@ def separate(batch: PyTree) -> list[PyTree]:
     if is_list_of_micros(batch):
         return batch
     stacks, template = trees.leaves(batch), trees.enumerate_leaves(batch)
-    shapes = [list(x.shape) for x in stacks]
+    shapes = [list(x.shape) if hasattr(x, "shape") else [type(x).__name__] for x in stacks]
     # With one axis alone, a batch of samples would pass for micro-batches of one.
     if not shapes or any(len(shape) < 2 or shape[:2] != shapes[0][:2] or not shape[0] for shape in shapes):
         raise ValueError(

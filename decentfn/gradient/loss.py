@@ -167,9 +167,9 @@ def scalar(loss: Any) -> Tensor:
             return loss
         if loss.numel() == 1:
             return loss.reshape(())
-    shape = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+    given = f"{list(loss.shape)} of {loss.dtype}" if isinstance(loss, torch.Tensor) else type(loss).__name__
     raise ValueError(
-        f"loss_fn returned {shape}: the loss is a 0-d floating-point tensor, or (loss, aux); take its mean."
+        f"loss_fn returned {given}: the loss is a 0-d floating-point tensor, or (loss, aux); take its mean."
     )
 
 

@@ -109,6 +109,29 @@ def test_gasloc_follows_its_equation(matrices, alpha):
     )
 
 
+@pytest.mark.parametrize("workers", [N, 1])
+@pytest.mark.parametrize("name", ["gasloc", "noloco"])
+def test_an_outer_step_in_an_idle_round_is_taken_alone(name, workers):
+    """W = I, as for those whom a sample leaves out; and the topology of one worker changes nothing."""
+    p, b = problem(workers), 0.0
+    matrices = np.stack([np.full((workers, workers), 1 / workers), np.eye(workers)])
+    topology = df.topologies.alternate(df.topology("complete", workers), df.topologies.idle(workers))
+
+    def noloco_step(k, phi, theta):
+        nonlocal b
+        W = matrices[k % 2]
+        b = 0.3 * b + 0.6 * W @ (theta - phi) + 0.7 * (W @ phi - phi)
+        return phi + b
+
+    if name == "noloco":
+        built = df.noloco(loss, Sgd(LR), topology, inner_steps=H, alpha=0.3, beta=0.6, gamma=0.7)
+        expected = outer_loop(p, noloco_step)
+    else:
+        built = df.gasloc(loss, Sgd(LR), topology, inner_steps=H, outer_learning_rate=0.6, outer_momentum=0.4)
+        expected = gasloc_loop(p, matrices, 0.6, 0.4)
+    agree(run(built, p, STEPS), expected)
+
+
 def test_workers_of_gasloc_may_take_different_numbers_of_steps():
     p, own = problem(N), [4, 1, 3, 4, 2, 4]
     built = build(df.gasloc, p, static_ring(N), LR, inner_steps=own, outer_learning_rate=0.6, outer_momentum=0.8)

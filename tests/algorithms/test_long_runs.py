@@ -139,9 +139,15 @@ def test_nor_in_ten_thousand_compiled_steps_of_any_dtype(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["adapt_while_communicate", "adapt_then_combine", "gradient_tracking", "momentum_tracking"]
+    "name",
+    [
+        "adapt_then_combine",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("adapt_while_communicate", "gradient_tracking", "momentum_tracking")
+        ),
+    ],
 )
-@pytest.mark.slow
 def test_a_narrow_wire_does_not_move_it(name):
     """Disagreement below the wire's resolution stays, and with it a cycle: what rounding takes in each must be nothing."""
     assert_walks(name, (torch.float32,), 1_000, None, wire_dtype=torch.bfloat16)

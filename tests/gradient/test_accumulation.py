@@ -155,6 +155,10 @@ def test_micro_batches_of_different_numbers_are_an_error():
         df.accumulate(df.accumulate(network.loss_fn))
     with pytest.raises(ValueError, match=r"leaves are \[\]"):
         step(init(torch.zeros(3)), [None, None], 0)
+    with pytest.raises(ValueError, match=r"leaves are \[\['generator'\]\].*a list of M"):
+        step(init(torch.zeros(3)), (x for x in torch.ones(2, 4, 3)), 0)
+    with pytest.raises(ValueError, match=r"leaves are \[\[2, 4, 3\], \['int'\]\].*a list of M"):
+        step(init(torch.zeros(3)), (torch.ones(2, 4, 3), 3), 0)
 
 
 LINEAR = df.functional(nn.Linear(3, 1), nn.functional.mse_loss)

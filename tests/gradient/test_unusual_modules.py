@@ -234,7 +234,8 @@ def test_a_loss_of_one_element_is_a_number_and_others_are_refused():
     torch.testing.assert_close(metrics.loss, mse_loss(net(X), Y).detach())
     for wrong, said in (
         (lambda module, batch: (mse_loss(module(X), Y), 1, 2), "loss_fn returned tuple"),
-        (lambda module, batch: module(X), r"loss_fn returned \[3, 2\]"),
+        (lambda module, batch: module(X), r"loss_fn returned \[3, 2\] of torch.float32"),
+        (lambda module, batch: mse_loss(module(X), Y).long(), r"loss_fn returned \[\] of torch.int64"),
     ):
         state, step = built(net, forward=wrong)
         with pytest.raises(ValueError, match=said):

@@ -114,6 +114,19 @@ def test_equal_clocks_and_instant_links_among_all_workers_are_diloco():
     torch.testing.assert_close(df.params(ours), df.params(theirs), atol=1e-12, rtol=0)
 
 
+def test_an_outer_step_in_an_idle_round_is_taken_and_a_worker_that_hears_nobody_is_a_lone_one():
+    idle, (init, step) = df.topologies.idle(N), built(df.topology("complete", 1))
+    together = df.params(at_once(built(idle), starts(), 3 * H))
+    replay = random_trace(built(idle).topology, 12 * H, 0)
+    apart = df.params(replayed(built(idle), replay, starts(), batch))
+    for i in range(N):
+        for found, steps in ((together, 3 * H), (apart, len(replay.taken[i]) - 1)):
+            state = init(starts()[i])
+            for t in range(steps):
+                state, _ = step(state, batch(i, t), t)
+            torch.testing.assert_close(df.worker(found, i), df.params(state), atol=1e-12, rtol=0)
+
+
 @pytest.mark.parametrize("topology", [ONE_PEER, DIRECTED], ids=lambda made: made.name)
 def test_with_plain_outer_steps_after_every_step_it_is_asynchronous_gradient_push(topology):
     ours = at_once(built(topology, inner_steps=1, outer_learning_rate=1.0, outer_momentum=0.0), starts(), 20)
