@@ -68,8 +68,9 @@ class Epochs(Iterator[tuple[int, Any]]):
                 hand over batches in any order (`in_order=False`).
         """
         has_state = hasattr(self._loader, "state_dict")
+        is_read_again = not has_state and getattr(self._loader, "num_workers", 0) > 0
         for option, needed, why in _OPTIONS:
-            if not has_state and getattr(self._loader, "num_workers", 0) and getattr(self._loader, option, needed) != needed:
+            if is_read_again and getattr(self._loader, option, needed) != needed:
                 raise ValueError(
                     f"epochs(loader, ...).state_dict(): processes that {why}; make the DataLoader with {option}={needed}."
                 )
