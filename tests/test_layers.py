@@ -97,7 +97,7 @@ def test_no_circle_leads_from_a_file_to_itself():
 
 PYTHON = re.compile(
     r"^__(annotations|cause|closure|code|context|dict|func|globals|main|members|metadata|module|mro|name|qualname|rmod|self|"
-    r"torch_function|torch_dispatch|traceback|version|weakref|wrapped|setattr|getattr|init|new|class|doc)__$"
+    r"torch_function|torch_dispatch|traceback|version|weakref|wrapped|setattr|getattr|init|new|class|doc)__$|^_exit$"  # os._exit
 )
 PRIVATE = {
     "gradient/backward.py": {"_is_view", "_version"},

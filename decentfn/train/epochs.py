@@ -20,6 +20,11 @@ GENERATORS = (torch.Generator, np.random.Generator, random.Random)
 """Kinds of generators whose states are kept."""
 
 _END = object()
+_OPTIONS = (
+    ("persistent_workers", False, "outlive an epoch keep their random numbers"),
+    ("in_order", True, "hand batches over in any order do not tell which have been read"),
+)
+"""Of a DataLoader without a state: what its processes must be, and why."""
 
 
 class Epochs(Iterator[tuple[int, Any]]):
@@ -61,16 +66,12 @@ class Epochs(Iterator[tuple[int, Any]]):
                 hand over batches in any order (`in_order=False`).
         """
         has_state = hasattr(self._loader, "state_dict")
-        if not has_state and getattr(self._loader, "persistent_workers", False):
-            raise ValueError(
-                "epochs(loader, ...).state_dict(): processes that outlive an epoch keep their random numbers; make the "
-                "DataLoader with persistent_workers=False."
-            )
-        if not has_state and getattr(self._loader, "num_workers", 0) and not getattr(self._loader, "in_order", True):
-            raise ValueError(
-                "epochs(loader, ...).state_dict(): which batches have been read is unknown, as processes hand them over in any "
-                "order; make the DataLoader with in_order=True."
-            )
+        is_read_again = not has_state and getattr(self._loader, "num_workers", 0) > 0
+        for option, needed, why in _OPTIONS:
+            if is_read_again and getattr(self._loader, option, needed) != needed:
+                raise ValueError(
+                    f"epochs(loader, ...).state_dict(): processes that {why}; make the DataLoader with {option}={needed}."
+                )
         here, now = collectives.all_processes(), self._drawn()
         return self._resumed or {
             "t": self._t,

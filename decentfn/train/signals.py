@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+from torch.utils.data import get_worker_info
 
 from decentfn.comm import collectives
 from decentfn.core import at_least, log
@@ -155,6 +156,8 @@ def _shield_a_fork() -> None:
 def _hear_the_parent() -> None:
     while (heard := signal.sigwaitinfo(_SHIELDED)).si_pid != os.getppid():
         pass
+    if heard.si_signo == signal.SIGTERM and get_worker_info() is not None:
+        os._exit(0)  # as PyTorch's handler does: one that a signal ended has failed
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SHIELDED)
     os.kill(os.getpid(), heard.si_signo)
 

@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+from torch.utils.data import DataLoader
 
 import decentfn as df
 
@@ -108,6 +109,17 @@ def test_a_job_that_is_told_leaves_as_a_whole_and_is_not_started_again(jobs, job
 def test_the_same_signal_again_ends_a_process_at_once(jobs, case, code):
     """But not its echo from torchrun, nor SIGTERM after SIGUSR1; a fork of the process hears its parent alone."""
     assert jobs[case] == [["fork", -signal.SIGTERM], ["code", code, code == 0]]
+
+
+def test_a_loaders_process_that_its_parent_ends_has_not_failed(tmp_path):
+    """PyTorch raises an error in the parent for one that a signal ended: at exit, where a loader outlives its loop."""
+    with df.preemption(tmp_path / "preempted.json"):
+        batches = iter(DataLoader(range(8), num_workers=1, multiprocessing_context="fork"))
+        next(batches)
+        [process] = batches._workers
+        process.terminate()
+        process.join()
+        assert process.exitcode == 0
 
 
 def test_a_file_that_is_no_marker_is_never_deleted(tmp_path):

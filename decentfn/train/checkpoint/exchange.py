@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -200,7 +198,7 @@ def export(path: str | Path, module: nn.Module, state: State, *, format: str = "
     Raises:
         ValueError: the module's `state_dict` contains non-tensors (`get_extra_state`) or other shapes than the state;
             another format.
-        OSError: on all processes, if the file cannot be written, or the directory exists and is not empty.
+        OSError: on all processes, if the file cannot be written, or the directory has a checkpoint.
     """
     path = as_path("export(path, module, state)", path)
     if not isinstance(module, nn.Module):
@@ -215,14 +213,7 @@ def export(path: str | Path, module: nn.Module, state: State, *, format: str = "
     if format == "safetensors":
         on_first("export", _write, path, state_dict(module, state, consensus=True), module.state_dict(keep_vars=True))
         return
-    named, its = state_dict_in_place(module, state), module.state_dict(keep_vars=True)
-    temporary = Path(on_first("export", _begin_directory, path))
-    try:
-        on_all("export", _write_shards, temporary, named, its)
-        on_first("export", files.publish, temporary, path)
-    finally:
-        if collectives.all_processes().rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
+    on_all("export", _write_shards, path, state_dict_in_place(module, state), module.state_dict(keep_vars=True))
 
 
 def import_(path: str | Path) -> dict[str, Tensor]:
@@ -280,20 +271,16 @@ def _write(path: Path, named: dict[str, Any], own: dict[str, Any]) -> None:
     files.replace(path, layout.encoded(kept, tied=tied))
 
 
-def _begin_directory(path: Path) -> str:
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise FileExistsError(f"export({str(path)!r}, format='dcp'): it exists; give a new directory.")
-    return str(path.with_name(f".{path.name}.{os.getpid()}"))
-
-
 def _write_shards(path: Path, named: dict[str, Any], own: dict[str, Any]) -> None:
-    """Write the state dict by PyTorch's distributed checkpoint, on the processes of worker 0."""
+    """Write the state dict by PyTorch's distributed checkpoint, on the processes of worker 0; its metadata come last."""
     from torch.distributed.checkpoint.api import CheckpointException  # takes a second
     from torch.distributed.checkpoint.state_dict_saver import save
 
     here = collectives.all_processes()
     if here.worker:
         return
+    if (path / ".metadata").exists():
+        raise FileExistsError(f"export({str(path)!r}, format='dcp'): it exists; give a new directory.")
     _require_tensors(path, named, own)
     named, group = {layout.without_compiled(name): x for name, x in named.items()}, here.channels.intra_worker
     with warnings.catch_warnings(action="ignore"):  # that there is one process
