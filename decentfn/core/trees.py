@@ -22,7 +22,17 @@ _DICTS = (dict, OrderedDict, defaultdict)
 
 _DISPATCH = vars(torch.Tensor)["__torch_dispatch__"]
 
-flatten: Callable[..., tuple[list[Any], Any]] = optree.tree_flatten
+
+def flatten(tree: PyTree) -> tuple[list[Any], Any]:
+    """Return the leaves and the structure, equal for equal trees of other leaves; `unflatten` inverts it."""
+    if not torch.compiler.is_dynamo_compiling():
+        return cast(Any, optree.tree_flatten(tree))
+    return leaves(tree), enumerate_leaves(tree)
+
+
+def unflatten(structure: Any, values: Sequence[Any]) -> PyTree:
+    """Return the tree of this structure with these leaves."""
+    return fill(structure, values) if torch.compiler.is_dynamo_compiling() else structure.unflatten(values)
 
 
 def leaves(tree: PyTree) -> list[Any]:
