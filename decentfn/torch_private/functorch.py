@@ -28,7 +28,7 @@ def has_no_value(x: Tensor) -> bool:
 
 def with_workers_first(x: Tensor, dim: int | None, size: int) -> Tensor:
     """Return an argument of a `vmap` rule as `[size, ...]`; `dim` is its worker axis, None if it is unbatched."""
-    return (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).contiguous()
+    return (x if dim == 0 else x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).contiguous()
 
 
 _library = torch.library.Library("decentfn", "FRAGMENT")

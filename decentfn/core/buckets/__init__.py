@@ -3,6 +3,7 @@
 from decentfn.core.buckets.arithmetic import (
     add,
     all_finite,
+    cast,
     cast_like,
     copy_wide,
     counted_once,
