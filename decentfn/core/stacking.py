@@ -8,7 +8,6 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
-from torch.func import vmap
 
 from decentfn.core import trees
 from decentfn.core.context import context
@@ -71,7 +70,7 @@ def over_workers(
     outer = context.chunks
     context.chunks = None if chunk_size is None or chunk_size >= num_workers else (num_workers, chunk_size)
     try:
-        stacked = vmap(one, randomness=randomness)(*leaves)
+        stacked = functorch.vmap(one, randomness, *leaves)
     finally:
         context.chunks = outer
     return trees.unflatten(returned[0], stacked)
@@ -84,7 +83,7 @@ def in_chunks(function: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
     leaves, one, returned = _on_leaves(function, arguments)
     rows_of_all = [functorch.all_rows(leaf, leaves[0]) for leaf in leaves]
     parts = [
-        vmap(one, randomness="error")(*[leaf[first : first + size] for leaf in rows_of_all])
+        functorch.vmap(one, "error", *[leaf[first : first + size] for leaf in rows_of_all])
         for first in range(0, num_workers, size)
     ]
     joined = [functorch.row(torch.cat(rows), leaves[0]) for rows in zip(*parts, strict=True)]

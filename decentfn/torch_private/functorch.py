@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +68,24 @@ def all_rows(x: Tensor, *like: Tensor) -> Tensor:
 def row(rows: Tensor, *like: Tensor) -> Tensor:
     """Return to each worker its row `[...]` of `[N, ...]`: the inverse of `all_rows`."""
     return _ops.row(rows, like)
+
+
+@cache
+def _with_decompositions() -> None:
+    torch.vmap(torch.clone)(_NO[None])  # PyTorch's own, with the first call
+
+
+def vmap(function: Callable[..., tuple[Tensor, ...]], randomness: str, *rows: Tensor) -> Sequence[Tensor]:
+    """Return `torch.vmap(function, randomness=randomness)(*rows)`, for tensors alone in a quarter of the time."""
+    if _c is None or torch.compiler.is_dynamo_compiling():
+        return torch.vmap(function, randomness=randomness)(*rows)
+    _with_decompositions()
+    level, size = _c._vmap_increment_nesting(rows[0].shape[0], randomness), rows[0].shape[0]
+    try:
+        found = function(*[_c._add_batch_dim(x, 0, level) for x in rows])
+        return [_c._remove_batch_dim(x, level, size, 0) for x in found]
+    finally:
+        _c._vmap_decrement_nesting()
 
 
 class Batch(NamedTuple):
