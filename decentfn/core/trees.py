@@ -39,15 +39,8 @@ def leaves(tree: PyTree) -> list[Any]:
     """Return the leaves in flattening order (dicts by sorted key); None is not a leaf."""
     if not torch.compiler.is_dynamo_compiling():
         return optree.tree_leaves(tree)
-    found, left = [], [tree]
-    while left:
-        node = left.pop()
-        its = None if isinstance(node, _LEAVES) else _children(node)
-        if its is None:
-            found.append(node)
-        else:
-            left += its[::-1]
-    return found
+    its = None if isinstance(tree, _LEAVES) else _children(tree)
+    return [tree] if its is None else [leaf for child in its for leaf in leaves(child)]
 
 
 def unsorted(tree: PyTree) -> list[Any]:
@@ -68,11 +61,6 @@ def map(function: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
     return _like(tree, new)
 
 
-def children(tree: dict[Any, Any]) -> list[Any]:
-    """Return the values of a dict in the order of its leaves."""
-    return [tree[key] for key in _ordered(tree)]
-
-
 def _children(tree: PyTree) -> Sequence[Any] | None:
     """Return a node's children; None for a leaf. With `_like`, a replacement for optree, which Dynamo cannot trace."""
     kind = type(tree)
@@ -81,7 +69,7 @@ def _children(tree: PyTree) -> Sequence[Any] | None:
     if kind in _nodes:
         return _nodes[kind][0](tree)[0]
     if kind is dict:
-        return children(tree)
+        return [tree[key] for key in _ordered(tree)]
     if kind in (list, tuple) or (isinstance(tree, tuple) and hasattr(tree, "_fields")):
         return tree
     if optree.register_pytree_node.get(kind) is None:
@@ -194,9 +182,9 @@ def map_nodes(kind: type[T], function: Callable[..., T], tree: PyTree, *others: 
 
 def nodes_of(kind: type[T], tree: PyTree) -> list[T]:
     """Return the nodes of this kind, in flattening order."""
-    found: list[T] = []
-    map_nodes(kind, lambda node: found.append(node) or node, tree)
-    return found
+    if isinstance(tree, kind):
+        return [tree]
+    return [node for child in _children(tree) or () for node in nodes_of(kind, child)]
 
 
 def named_leaves(tree: PyTree, kind: type | None = None) -> list[tuple[str, Any]]:

@@ -59,13 +59,12 @@ def simulate(
 
     def run(state: Any, batch: PyTree, t: Tensor) -> tuple[Any, Any]:
         require_rows("state", state, num_workers)
-        if isinstance(batch, SideChannel):
-            new, metrics = over_workers(lambda state: one(state, batch, t), num_workers, state, chunk_size=chunk_size)
-        else:
-            batch = trees.plain(batch)
-            require_rows("batch", batch, num_workers)
-            given = num_workers, state, batch
-            new, metrics = over_workers(lambda state, batch: one(state, batch, t), *given, chunk_size=chunk_size)
+        given = (state,)
+        if not isinstance(batch, SideChannel):
+            require_rows("batch", batch := trees.plain(batch), num_workers)
+            given = state, batch
+        of_one = lambda state, batch=batch: one(state, batch, t)  # noqa: E731
+        new, metrics = over_workers(of_one, num_workers, *given, chunk_size=chunk_size)
         if replay is not None:
             goes_on = collectives.own_step(state.params[0], t, num_workers) >= 0
             new = trees.map(

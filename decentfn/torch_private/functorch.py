@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,10 +45,8 @@ _ops = torch.ops.decentfn
 
 def is_batched(x: Tensor) -> bool:
     """Return True if `vmap` batches this tensor over workers."""
-    if type(x) is not Tensor:
-        return False
-    if _c is not None and not torch.compiler.is_dynamo_compiling():
-        return _c.is_batchedtensor(x)
+    if type(x) is not Tensor or _c is not None:
+        return type(x) is Tensor and _c.is_batchedtensor(x)
     return is_wrapped(x) and _ops.is_batched(x) is _YES  # fake tensors let nobody read a value
 
 
@@ -70,58 +69,47 @@ def row(rows: Tensor, *like: Tensor) -> Tensor:
     return _ops.row(rows, like)
 
 
-@cache
-def _with_decompositions() -> None:
-    torch.vmap(torch.clone)(_NO[None])  # PyTorch's own, with the first call
-
-
 def vmap(function: Callable[..., tuple[Tensor, ...]], randomness: str, *rows: Tensor) -> Sequence[Tensor]:
-    """Return `torch.vmap(function, randomness=randomness)(*rows)`, for tensors alone in a quarter of the time."""
-    if _c is None or torch.compiler.is_dynamo_compiling():
+    """Return `torch.vmap(function, randomness=randomness)(*rows)`: without trees, which take longer than small tensors."""
+    size = rows[0].shape[:1]
+    if _c is None or torch.compiler.is_dynamo_compiling() or any([x.shape[:1] != size for x in rows]):
         return torch.vmap(function, randomness=randomness)(*rows)
-    _with_decompositions()
-    level, size = _c._vmap_increment_nesting(rows[0].shape[0], randomness), rows[0].shape[0]
+    _load()
+    level = _c._vmap_increment_nesting(*size, randomness)
     try:
         found = function(*[_c._add_batch_dim(x, 0, level) for x in rows])
-        return [_c._remove_batch_dim(x, level, size, 0) for x in found]
+        return [_c._remove_batch_dim(x, level, *size, 0) for x in found]
     finally:
         _c._vmap_decrement_nesting()
 
 
-class Batch(NamedTuple):
-    """The workers whom `vmap` batches, as a rule is told of them."""
-
-    batch_size: int
+_load = cache(lambda: torch.vmap(torch.clone)(_NO[None]))  # which loads PyTorch's own rules
 
 
 def add_rule(name: str, rule: Callable[..., tuple[Any, Any]], library: torch.library.Library) -> None:
-    """Give an operator of this library its rule for `vmap`, as `torch.library.register_vmap` does in five times the time."""
+    """Give an operator its rule for `vmap`, as `torch.library.register_vmap`, whose trees take five times as long."""
     if _c is None or _keys is None or missing:
         torch.library.register_vmap(f"decentfn::{name}", rule, lib=library)
         return
     operator, key = getattr(_ops, name).default, torch._C.DispatchKeySet(_keys.FuncTorchBatched)
 
     def unwrapped(x: Any, level: int) -> tuple[Any, Any]:
-        if isinstance(x, Tensor):
-            return _c._unwrap_batched(x, level)
-        pairs = [unwrapped(one, level) for one in x] if isinstance(x, (list, tuple)) else None
-        return (x, None) if pairs is None else ([one for one, _ in pairs], [dim for _, dim in pairs])
-
-    def wrapped(x: Any, dim: Any, level: int) -> Any:
         if isinstance(x, (list, tuple)):
-            return [wrapped(*pair, level) for pair in zip(x, dim, strict=True)]
-        return x if dim is None else _c._add_batch_dim(x, dim, level)
+            pairs = [unwrapped(one, level) for one in x]
+            return [one for one, _ in pairs], tuple([dim for _, dim in pairs])
+        return _c._unwrap_batched(x, level) if isinstance(x, Tensor) else (x, None)
 
     def batched(*given: Any) -> Any:
         interpreter = _c.peek_interpreter_stack()  # which the pointer below does not keep alive
         level, (include, exclude) = interpreter.level(), surroundings()
-        pairs = [unwrapped(x, level) for x in given]
+        values, dims = unwrapped(given, level)
         with dispatching_as(include, exclude | key):
-            if all(dim is None or isinstance(dim, list) and dim.count(None) == len(dim) for _, dim in pairs):
+            if all([dim is None or isinstance(dim, tuple) and set(dim) <= {None} for dim in dims]):
                 return operator(*given)
-            dims = [dim for _, dim in pairs]
-            out, out_dims = rule(Batch(_c.CVmapInterpreterPtr(interpreter).batchSize()), dims, *[x for x, _ in pairs])
-        return wrapped(out, out_dims, level)
+            out, its = rule(SimpleNamespace(batch_size=_c.CVmapInterpreterPtr(interpreter).batchSize()), dims, *values)
+        pairs = zip(out, its, strict=True) if isinstance(out, list) else [(out, its)]
+        found = [x if dim is None else _c._add_batch_dim(x, dim, level) for x, dim in pairs]
+        return found if isinstance(out, list) else found[0]
 
     library.impl(name, batched, "FuncTorchBatched")
 
