@@ -55,10 +55,8 @@ def map(function: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
         return optree.tree_map(function, tree, *others)
     if isinstance(tree, _LEAVES) or (its := _children(tree)) is None:
         return function(tree, *others)
-    new = []
-    for parts in zip(its, *[_children(other) for other in others], strict=True):
-        new.append(function(*parts) if isinstance(parts[0], _LEAVES) else map(function, *parts))
-    return _like(tree, new)
+    parts = zip(its, *[_children(other) for other in others], strict=True)
+    return _like(tree, [map(function, *its) for its in parts])
 
 
 def _children(tree: PyTree) -> Sequence[Any] | None:

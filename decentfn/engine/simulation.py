@@ -77,11 +77,9 @@ def simulate(
         if step.num_workers is not None and num_workers * here.identity.size_at_start != step.num_workers:
             collectives.refuse_size(here, num_workers, step.num_workers, "simulate")
         require_rows("state", state, num_workers)
-        if step.is_by_autograd:
-            its_batch = batches_of(batch, num_workers)[0]
-        else:
+        if not step.is_by_autograd:
             require_rows("batch", batch := trees.plain(batch), num_workers)
-            its_batch = trees.map(lambda leaf: leaf[0], batch)
+        its_batch = batches_of(batch, num_workers)[0]
         if step.starts_equal and not functorch.has_no_value(t) and int(t) == 0 and is_state(state):
             require_equal_rows("simulate(step, N)(state, batch, 0)", {"params": state.params.shared()})
         assert step.check is not None
