@@ -39,8 +39,15 @@ def leaves(tree: PyTree) -> list[Any]:
     """Return the leaves in flattening order (dicts by sorted key); None is not a leaf."""
     if not torch.compiler.is_dynamo_compiling():
         return optree.tree_leaves(tree)
-    its = None if isinstance(tree, _LEAVES) else _children(tree)
-    return [tree] if its is None else [leaf for child in its for leaf in leaves(child)]
+    found, left = [], [tree]
+    while left:
+        node = left.pop()
+        its = None if isinstance(node, _LEAVES) else _children(node)
+        if its is None:
+            found.append(node)
+        else:
+            left += its[::-1]
+    return found
 
 
 def unsorted(tree: PyTree) -> list[Any]:
@@ -55,8 +62,10 @@ def map(function: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
         return optree.tree_map(function, tree, *others)
     if isinstance(tree, _LEAVES) or (its := _children(tree)) is None:
         return function(tree, *others)
-    parts = zip(its, *[_children(other) for other in others], strict=True)
-    return _like(tree, [map(function, *its) for its in parts])
+    new = []
+    for parts in zip(its, *[_children(other) for other in others], strict=True):
+        new.append(function(*parts) if isinstance(parts[0], _LEAVES) else map(function, *parts))
+    return _like(tree, new)
 
 
 def _children(tree: PyTree) -> Sequence[Any] | None:

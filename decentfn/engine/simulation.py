@@ -59,12 +59,12 @@ def simulate(
 
     def run(state: Any, batch: PyTree, t: Tensor) -> tuple[Any, Any]:
         require_rows("state", state, num_workers)
-        given = (state,)
-        if not isinstance(batch, SideChannel):
+        if isinstance(batch, SideChannel):
+            new, metrics = over_workers(lambda state: one(state, batch, t), num_workers, state, chunk_size=chunk_size)
+        else:
             require_rows("batch", batch := trees.plain(batch), num_workers)
-            given = state, batch
-        of_one = lambda state, batch=batch: one(state, batch, t)  # noqa: E731
-        new, metrics = over_workers(of_one, num_workers, *given, chunk_size=chunk_size)
+            given = num_workers, state, batch
+            new, metrics = over_workers(lambda state, batch: one(state, batch, t), *given, chunk_size=chunk_size)
         if replay is not None:
             goes_on = collectives.own_step(state.params[0], t, num_workers) >= 0
             new = trees.map(

@@ -36,18 +36,12 @@ def with_workers_first(x: Tensor, dim: int | None, size: int) -> Tensor:
 _library = torch.library.Library("decentfn", "FRAGMENT")
 _library.define("all_rows(Tensor x, Tensor[] like) -> Tensor")
 _library.define("row(Tensor rows, Tensor[] like) -> Tensor")
-_library.define("is_batched(Tensor x) -> Tensor")
-_NO, _YES = torch.tensor(False), torch.tensor(True)  # made here, because traced code cannot make constants
-_library.impl("is_batched", lambda x: _NO, "CompositeExplicitAutograd")
-_library.impl("is_batched", lambda x: _YES, "FuncTorchBatched")  # cheaper than `register_vmap`: it needs no level
 _ops = torch.ops.decentfn
 
 
 def is_batched(x: Tensor) -> bool:
     """Return True if `vmap` batches this tensor over workers."""
-    if type(x) is not Tensor or _c is not None:
-        return type(x) is Tensor and _c.is_batchedtensor(x)
-    return is_wrapped(x) and _ops.is_batched(x) is _YES  # fake tensors let nobody read a value
+    return type(x) is Tensor and (is_wrapped(x) if _c is None else _c.is_batchedtensor(x))
 
 
 def is_wrapped(x: Tensor) -> bool:
@@ -83,14 +77,13 @@ def vmap(function: Callable[..., tuple[Tensor, ...]], randomness: str, *rows: Te
         _c._vmap_decrement_nesting()
 
 
-_load = cache(lambda: torch.vmap(torch.clone)(_NO[None]))  # which loads PyTorch's own rules
+_load = cache(lambda: torch.vmap(torch.clone)(torch.zeros(1)))  # which loads PyTorch's own rules
 
 
 def add_rule(name: str, rule: Callable[..., tuple[Any, Any]], library: torch.library.Library) -> None:
     """Give an operator its rule for `vmap`, as `torch.library.register_vmap`, whose trees take five times as long."""
     if _c is None or _keys is None or missing:
-        torch.library.register_vmap(f"decentfn::{name}", rule, lib=library)
-        return
+        return torch.library.register_vmap(f"decentfn::{name}", rule, lib=library)
     operator, key = getattr(_ops, name).default, torch._C.DispatchKeySet(_keys.FuncTorchBatched)
 
     def unwrapped(x: Any, level: int) -> tuple[Any, Any]:
