@@ -73,7 +73,7 @@ def over_workers(
         stacked = functorch.vmap(one, randomness, *leaves)
     finally:
         context.chunks = outer
-    return trees.unflatten(returned[0], stacked)
+    return trees.put_together(returned[0], stacked)
 
 
 def in_chunks(function: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
@@ -87,18 +87,18 @@ def in_chunks(function: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
         for first in range(0, num_workers, size)
     ]
     joined = [functorch.row(torch.cat(rows), leaves[0]) for rows in zip(*parts, strict=True)]
-    return trees.unflatten(returned[0], joined)
+    return trees.put_together(returned[0], joined)
 
 
 def _on_leaves(
     function: Callable[..., PyTree], arguments: PyTree
 ) -> tuple[list[Tensor], Callable[..., tuple[Tensor, ...]], list[Any]]:
     """Return the leaves of arguments, `function` from leaves to leaves, and the list to which it appends its result's structure."""
-    given, template = trees.flatten(arguments)
+    given, template = trees.take_apart(arguments)
     returned: list[Any] = []
 
     def one(*leaves: Tensor) -> tuple[Tensor, ...]:
-        found, structure = trees.flatten(function(*trees.unflatten(template, leaves)))
+        found, structure = trees.take_apart(function(*trees.put_together(template, leaves)))
         returned.append(structure)
         return tuple(found)
 

@@ -22,15 +22,15 @@ _DICTS = (dict, OrderedDict, defaultdict)
 
 _DISPATCH = vars(torch.Tensor)["__torch_dispatch__"]
 
-
-def flatten(tree: PyTree) -> tuple[list[Any], Any]:
-    """Return the leaves and the structure, equal for equal trees of other leaves; `unflatten` inverts it."""
-    if not torch.compiler.is_dynamo_compiling():
-        return cast(Any, optree.tree_flatten(tree))
-    return leaves(tree), enumerate_leaves(tree)
+flatten: Callable[..., tuple[list[Any], Any]] = optree.tree_flatten
 
 
-def unflatten(structure: Any, values: Sequence[Any]) -> PyTree:
+def take_apart(tree: PyTree) -> tuple[list[Any], Any]:
+    """Return the leaves, and the structure for `put_together`; `flatten` is this for code that is not traced."""
+    return (leaves(tree), enumerate_leaves(tree)) if torch.compiler.is_dynamo_compiling() else flatten(tree)
+
+
+def put_together(structure: Any, values: Sequence[Any]) -> PyTree:
     """Return the tree of this structure with these leaves."""
     return fill(structure, values) if torch.compiler.is_dynamo_compiling() else structure.unflatten(values)
 
@@ -68,6 +68,11 @@ def map(function: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
     return _like(tree, new)
 
 
+def children(tree: dict[Any, Any]) -> list[Any]:
+    """Return the values of a dict in the order of its leaves."""
+    return [tree[key] for key in _ordered(tree)]
+
+
 def _children(tree: PyTree) -> Sequence[Any] | None:
     """Return a node's children; None for a leaf. With `_like`, a replacement for optree, which Dynamo cannot trace."""
     kind = type(tree)
@@ -76,7 +81,7 @@ def _children(tree: PyTree) -> Sequence[Any] | None:
     if kind in _nodes:
         return _nodes[kind][0](tree)[0]
     if kind is dict:
-        return [tree[key] for key in _ordered(tree)]
+        return children(tree)
     if kind in (list, tuple) or (isinstance(tree, tuple) and hasattr(tree, "_fields")):
         return tree
     if optree.register_pytree_node.get(kind) is None:
@@ -189,9 +194,9 @@ def map_nodes(kind: type[T], function: Callable[..., T], tree: PyTree, *others: 
 
 def nodes_of(kind: type[T], tree: PyTree) -> list[T]:
     """Return the nodes of this kind, in flattening order."""
-    if isinstance(tree, kind):
-        return [tree]
-    return [node for child in _children(tree) or () for node in nodes_of(kind, child)]
+    found: list[T] = []
+    map_nodes(kind, lambda node: found.append(node) or node, tree)
+    return found
 
 
 def named_leaves(tree: PyTree, kind: type | None = None) -> list[tuple[str, Any]]:

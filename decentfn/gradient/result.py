@@ -93,7 +93,7 @@ def gradient_of(loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree
         if not isinstance(loss_fn, ModuleLoss):  # which returns copies; a function may return its batch or a parameter
             new_buffers = trees.map(torch.clone, new_buffers)
         # torch.func takes tensors only, so the tree around them is stored separately.
-        leaves, structure = trees.flatten((new_buffers, aux))
+        leaves, structure = trees.take_apart((new_buffers, aux))
         structures.append(structure)
         extras = [_tensor(leaf) for leaf in leaves]
         scaled = loss if scale is None else loss.to(wide(loss.dtype)) * scale
@@ -101,7 +101,7 @@ def gradient_of(loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree
 
     found, (_, (loss, extras)) = grad_and_value(loss_of, has_aux=True)(list(params.tensors), buffers, batch)
     grads = Buckets(found, params.plan)
-    new_buffers, aux = trees.unflatten(structures[0], extras)
+    new_buffers, aux = trees.put_together(structures[0], extras)
     return Gradient(grads if scale is None else unscaled(grads, scale), loss, aux, new_buffers)
 
 

@@ -14,8 +14,6 @@ from decentfn.torch_private.autograd import dispatching_as, missing, surrounding
 from decentfn.torch_private.names import BATCHING, FUNCTORCH
 
 _c, _keys = FUNCTORCH.find(), BATCHING.find()
-outside: Callable[[Tensor], Tensor] = (lambda x: all_rows(x, x)) if _c is None else _c.get_unwrapped
-"""Function that returns a batched tensor outside the innermost `vmap`: the values of all workers, the axes in any order."""
 
 
 def is_differentiated(x: Tensor) -> bool:
@@ -42,6 +40,13 @@ _ops = torch.ops.decentfn
 def is_batched(x: Tensor) -> bool:
     """Return True if `vmap` batches this tensor over workers."""
     return type(x) is Tensor and (is_wrapped(x) if _c is None else _c.is_batchedtensor(x))
+
+
+def unbatched(x: Tensor) -> Tensor:
+    """Return a tensor outside every `vmap`: the values of all workers, the axes in any order."""
+    while is_batched(x):
+        x = all_rows(x, x) if _c is None else _c.get_unwrapped(x)
+    return x
 
 
 def is_wrapped(x: Tensor) -> bool:
@@ -115,17 +120,13 @@ def holds(condition: Tensor) -> bool:
     """Return True if a condition holds, under `vmap` for all workers; also False if to know it, one would trace or wait for a device."""
     if torch.compiler.is_dynamo_compiling() or condition.device.type != "cpu":
         return False
-    while is_batched(condition):
-        condition = outside(condition)
+    condition = unbatched(condition)
     return type(condition) is Tensor and bool(condition.all() if condition.dim() else condition)
 
 
 def are_equal(x: Tensor, y: Tensor) -> bool:
     """Return True if two tensors hold the same values, under `vmap` for all workers; NaN equals NaN."""
-    while is_batched(x) or is_batched(y):
-        like = x if is_batched(x) else y
-        x, y = all_rows(x, like), all_rows(y, like)
-    same = (x.eq(y) | (x.ne(x) & y.ne(y))).all()
+    same = unbatched(x.eq(y) | (x.ne(x) & y.ne(y))).all()
     try:
         return same.is_meta or bool(same)
     except RuntimeError:  # a fake tensor has no values

@@ -3,7 +3,6 @@
 from decentfn.core.buckets.arithmetic import (
     add,
     all_finite,
-    cast,
     cast_like,
     copy_wide,
     counted_once,

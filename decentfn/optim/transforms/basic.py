@@ -157,7 +157,17 @@ def next_rate(learning_rate: Scalar, state: RateState) -> RateState:
 
 def rates(opt: PyTree) -> list[RateState]:
     """Return the learning rates in an optimizer's state: one, or that of each parameter group."""
-    return trees.nodes_of(RateState, opt)
+    found: list[RateState] = []
+    todo = [opt]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, RateState):
+            found.append(node)
+        elif isinstance(node, (tuple, list)):
+            todo += node[::-1]
+        elif isinstance(node, dict):
+            todo += reversed(trees.children(node))
+    return found
 
 
 def current_rate(opt: PyTree) -> Tensor | None:
