@@ -88,7 +88,8 @@ _load = cache(lambda: torch.vmap(torch.clone)(torch.zeros(1)))  # which loads Py
 def add_rule(name: str, rule: Callable[..., tuple[Any, Any]], library: torch.library.Library) -> None:
     """Give an operator its rule for `vmap`, as `torch.library.register_vmap`, whose trees take five times as long."""
     if _c is None or _keys is None or missing:
-        return torch.library.register_vmap(f"decentfn::{name}", rule, lib=library)
+        torch.library.register_vmap(f"decentfn::{name}", rule, lib=library)
+        return
     operator, key = getattr(_ops, name).default, torch._C.DispatchKeySet(_keys.FuncTorchBatched)
 
     def unwrapped(x: Any, level: int) -> tuple[Any, Any]:
