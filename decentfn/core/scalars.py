@@ -81,10 +81,14 @@ def sent(x: Tensor, device: torch.device) -> Tensor:
     return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
 
 
-once = operator(
+_once = operator(
     "once(Tensor x) -> Tensor", torch.clone, torch.empty_like, lambda info, in_dims, x: (once(x), in_dims[0])
 )
-"""Operator that stores `x` in its own memory: Inductor would compute a scalar (a power, a look-up) again for every element."""
+
+
+def once(x: Tensor) -> Tensor:
+    """Store `x` in its own memory: Inductor would compute a scalar (a power, a look-up) again for every element."""
+    return _once(x)
 
 
 rounded = operator(
