@@ -33,7 +33,7 @@ def operator(schema: str, kernel: Any, fake: Any, vmap: Any) -> Any:
     defined = getattr(torch.ops.decentfn, name).default
     names = [argument.split()[-1] for argument in rest[: rest.index(")")].split(",")]
     rule = _of_all_workers(defined, names, vmap) if isinstance(vmap, tuple) else vmap
-    torch.library.register_vmap(f"decentfn::{name}", rule, lib=_library)
+    functorch.add_rule(name, rule, _library)
     kernels[defined] = kernel
     return defined
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
-from torch.func import vmap
 
 from decentfn.core import trees
 from decentfn.core.context import context
@@ -67,41 +66,40 @@ def over_workers(
     With `chunk_size`, parts wrapped by `in_chunks` run for so many workers at a time, without random operations. The
     `randomness` of runs is the "same".
     """
-    one, returned = _on_leaves(function, arguments)
+    leaves, one, returned = _on_leaves(function, arguments)
     outer = context.chunks
     context.chunks = None if chunk_size is None or chunk_size >= num_workers else (num_workers, chunk_size)
     try:
-        stacked = vmap(one, randomness=randomness)(trees.leaves(arguments))
+        stacked = functorch.vmap(one, randomness, *leaves)
     finally:
         context.chunks = outer
-    return trees.fill(returned[0], stacked)
+    return trees.put_together(returned[0], stacked)
 
 
 def in_chunks(function: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
     """Return `function(*arguments)`, evaluated for one chunk of workers after another."""
     assert context.chunks is not None
     num_workers, size = context.chunks
-    leaves = trees.leaves(arguments)
+    leaves, one, returned = _on_leaves(function, arguments)
     rows_of_all = [functorch.all_rows(leaf, leaves[0]) for leaf in leaves]
-    one, returned = _on_leaves(function, arguments)
     parts = [
-        vmap(one, randomness="error")([leaf[first : first + size] for leaf in rows_of_all])
+        functorch.vmap(one, "error", *[leaf[first : first + size] for leaf in rows_of_all])
         for first in range(0, num_workers, size)
     ]
     joined = [functorch.row(torch.cat(rows), leaves[0]) for rows in zip(*parts, strict=True)]
-    return trees.fill(returned[0], joined)
+    return trees.put_together(returned[0], joined)
 
 
 def _on_leaves(
     function: Callable[..., PyTree], arguments: PyTree
-) -> tuple[Callable[[list[Tensor]], list[Tensor]], list[PyTree]]:
-    """Return `function` from leaves to leaves, and the list to which it appends the tree of its result."""
-    template = trees.enumerate_leaves(arguments)
-    returned: list[PyTree] = []
+) -> tuple[list[Tensor], Callable[..., tuple[Tensor, ...]], list[Any]]:
+    """Return the leaves of arguments, `function` from leaves to leaves, and the list to which it appends its result's structure."""
+    given, template = trees.take_apart(arguments)
+    returned: list[Any] = []
 
-    def one(leaves: list[Tensor]) -> list[Tensor]:
-        out = function(*trees.fill(template, leaves))
-        returned.append(trees.enumerate_leaves(out))
-        return trees.leaves(out)
+    def one(*leaves: Tensor) -> tuple[Tensor, ...]:
+        found, structure = trees.take_apart(function(*trees.put_together(template, leaves)))
+        returned.append(structure)
+        return tuple(found)
 
-    return one, returned
+    return given, one, returned

@@ -25,6 +25,16 @@ _DISPATCH = vars(torch.Tensor)["__torch_dispatch__"]
 flatten: Callable[..., tuple[list[Any], Any]] = optree.tree_flatten
 
 
+def take_apart(tree: PyTree) -> tuple[list[Any], Any]:
+    """Return the leaves, and the structure for `put_together`; `flatten` is this for code that is not traced."""
+    return (leaves(tree), enumerate_leaves(tree)) if torch.compiler.is_dynamo_compiling() else flatten(tree)
+
+
+def put_together(structure: Any, values: Sequence[Any]) -> PyTree:
+    """Return the tree of this structure with these leaves."""
+    return fill(structure, values) if torch.compiler.is_dynamo_compiling() else structure.unflatten(values)
+
+
 def leaves(tree: PyTree) -> list[Any]:
     """Return the leaves in flattening order (dicts by sorted key); None is not a leaf."""
     if not torch.compiler.is_dynamo_compiling():

@@ -62,8 +62,7 @@ def simulate(
         if isinstance(batch, SideChannel):
             new, metrics = over_workers(lambda state: one(state, batch, t), num_workers, state, chunk_size=chunk_size)
         else:
-            batch = trees.plain(batch)
-            require_rows("batch", batch, num_workers)
+            require_rows("batch", batch := trees.plain(batch), num_workers)
             given = num_workers, state, batch
             new, metrics = over_workers(lambda state, batch: one(state, batch, t), *given, chunk_size=chunk_size)
         if replay is not None:
@@ -78,11 +77,9 @@ def simulate(
         if step.num_workers is not None and num_workers * here.identity.size_at_start != step.num_workers:
             collectives.refuse_size(here, num_workers, step.num_workers, "simulate")
         require_rows("state", state, num_workers)
-        if step.is_by_autograd:
-            its_batch = batches_of(batch, num_workers)[0]
-        else:
+        if not step.is_by_autograd:
             require_rows("batch", batch := trees.plain(batch), num_workers)
-            its_batch = trees.map(lambda leaf: leaf[0], batch)
+        its_batch = batches_of(batch, num_workers)[0]
         if step.starts_equal and not functorch.has_no_value(t) and int(t) == 0 and is_state(state):
             require_equal_rows("simulate(step, N)(state, batch, 0)", {"params": state.params.shared()})
         assert step.check is not None

@@ -66,10 +66,9 @@ def sweep(step: Step, num_runs: int) -> Step:
             finally:
                 context.runs.pop()
 
-        _require_runs("states", states, num_runs)
-        _require_runs("batches", trees.plain(batches), num_runs)
+        batches = _require_runs(states, batches, num_runs)
         numbers = torch.arange(num_runs, device=trees.leaves(states)[0].device)
-        return over_workers(run_of, num_runs, numbers, states, trees.plain(batches), randomness="same")
+        return over_workers(run_of, num_runs, numbers, states, batches, randomness="same")
 
     def check(states: Any, batches: PyTree, t: Tensor) -> None:
         if collectives.world().size > 1:
@@ -77,20 +76,21 @@ def sweep(step: Step, num_runs: int) -> Step:
                 f"sweep(step, {num_runs}): {collectives.world().size} processes run, and a sweep is of one process; start "
                 "each process alone, without torchrun, with a part of the runs."
             )
-        _require_runs("states", states, num_runs)
-        _require_runs("batches", trees.plain(batches), num_runs)
+        batches = _require_runs(states, batches, num_runs)
         assert step.check is not None
         for r in range(num_runs):
-            state, batch = trees.map(lambda leaf, r=r: leaf[r], (states, trees.plain(batches)))
+            state, batch = trees.map(lambda leaf, r=r: leaf[r], (states, batches))
             step.check(state, batch, t)
 
     return step.transformed("sweep", num_runs, run=run, check=None if step.check is None else check)
 
 
-def _require_runs(what: str, tree: PyTree, num_runs: int) -> None:
-    """Raise ValueError unless every leaf of the states or the batches (`what`) has a row for each run."""
-    way_out = "df.stack_runs, of the stacked states of all runs, or of their batches"
-    require_first(what, tree, num_runs, f"sweep(num_runs={num_runs})", "runs", way_out)
+def _require_runs(states: PyTree, batches: PyTree, num_runs: int) -> PyTree:
+    """Return the batches, plain; raise ValueError unless every leaf of them and of the states has a row for each run."""
+    way_out, batches = "df.stack_runs, of the stacked states of all runs, or of their batches", trees.plain(batches)
+    for what, tree in (("states", states), ("batches", batches)):
+        require_first(what, tree, num_runs, f"sweep(num_runs={num_runs})", "runs", way_out)
+    return batches
 
 
 def stack_runs(runs: Sequence[PyTree]) -> PyTree:

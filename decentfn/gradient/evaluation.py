@@ -147,9 +147,7 @@ def _evaluate(
     try:
         with record_function("decentfn::gradient"):
             e = traced(params, buffers, batch, scale)
-        loss = e.loss
-        while functorch.is_batched(loss):
-            loss = functorch.outside(loss)
+        loss = functorch.unbatched(e.loss)
         if loss.requires_grad and not (_require_grad((params, buffers)) or _require_grad(batch, functorch.is_wrapped)):
             require_none(ungiven(loss, ()))  # after its gradient
         return e

@@ -84,7 +84,7 @@ def nothing_like(x: Tensor) -> Tensor:
 
 def gradient_of(loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree, scale: Tensor | None) -> Gradient:
     """Compute the gradient of one batch, traced by torch.func; see `evaluate`."""
-    templates: list[PyTree] = []
+    structures: list[Any] = []
 
     # Buffers and batch are arguments, not captured: torch.func forbids writing to captured tensors.
     def loss_of(x: list[Tensor], buffers: PyTree, batch: PyTree) -> tuple[Tensor, tuple[Tensor, list[Tensor]]]:
@@ -93,14 +93,15 @@ def gradient_of(loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree
         if not isinstance(loss_fn, ModuleLoss):  # which returns copies; a function may return its batch or a parameter
             new_buffers = trees.map(torch.clone, new_buffers)
         # torch.func takes tensors only, so the tree around them is stored separately.
-        templates.append(trees.enumerate_leaves((new_buffers, aux)))
-        extras = [_tensor(leaf) for leaf in trees.leaves((new_buffers, aux))]
+        leaves, structure = trees.take_apart((new_buffers, aux))
+        structures.append(structure)
+        extras = [_tensor(leaf) for leaf in leaves]
         scaled = loss if scale is None else loss.to(wide(loss.dtype)) * scale
         return scaled, (loss, extras)
 
     found, (_, (loss, extras)) = grad_and_value(loss_of, has_aux=True)(list(params.tensors), buffers, batch)
     grads = Buckets(found, params.plan)
-    new_buffers, aux = trees.fill(templates[0], extras)
+    new_buffers, aux = trees.put_together(structures[0], extras)
     return Gradient(grads if scale is None else unscaled(grads, scale), loss, aux, new_buffers)
 
 

@@ -211,10 +211,7 @@ class Step:
 
     def had(self, name: str) -> Applied | None:
         """Return the transform of this name that made the step, or None."""
-        for one in self.transforms:
-            if one.name == name:
-                return one
-        return None
+        return next((one for one in self.transforms if one.name == name), None)
 
     def require_common_steps(self, call: str) -> None:
         """Raise ValueError, naming the call, if each worker takes its own steps."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from decentfn.torch_private.names import UNWRAPPED
+from decentfn.torch_private.autograd import dispatching_as, missing, surroundings
+from decentfn.torch_private.names import BATCHING, FUNCTORCH
 
-outside = UNWRAPPED.find() or (lambda x: all_rows(x, x))
-"""Function that returns a batched tensor outside the innermost `vmap`: the values of all workers, the axes in any order."""
+_c, _keys = FUNCTORCH.find(), BATCHING.find()
 
 
 def is_differentiated(x: Tensor) -> bool:
@@ -23,22 +28,25 @@ def has_no_value(x: Tensor) -> bool:
 
 def with_workers_first(x: Tensor, dim: int | None, size: int) -> Tensor:
     """Return an argument of a `vmap` rule as `[size, ...]`; `dim` is its worker axis, None if it is unbatched."""
-    return (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).contiguous()
+    return (x if dim == 0 else x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).contiguous()
 
 
 _library = torch.library.Library("decentfn", "FRAGMENT")
 _library.define("all_rows(Tensor x, Tensor[] like) -> Tensor")
 _library.define("row(Tensor rows, Tensor[] like) -> Tensor")
-_library.define("is_batched(Tensor x) -> Tensor")
-_NO, _YES = torch.tensor(False), torch.tensor(True)  # made here, because traced code cannot make constants
-_library.impl("is_batched", lambda x: _NO, "CompositeExplicitAutograd")
-_library.impl("is_batched", lambda x: _YES, "FuncTorchBatched")  # cheaper than `register_vmap`: it needs no level
 _ops = torch.ops.decentfn
 
 
 def is_batched(x: Tensor) -> bool:
     """Return True if `vmap` batches this tensor over workers."""
-    return type(x) is Tensor and is_wrapped(x) and _ops.is_batched(x) is _YES  # fake tensors let nobody read a value
+    return type(x) is Tensor and (is_wrapped(x) if _c is None else _c.is_batchedtensor(x))
+
+
+def unbatched(x: Tensor) -> Tensor:
+    """Return a tensor outside every `vmap`: the values of all workers, the axes in any order."""
+    while is_batched(x):
+        x = all_rows(x, x) if _c is None else _c.get_unwrapped(x)
+    return x
 
 
 def is_wrapped(x: Tensor) -> bool:
@@ -60,29 +68,66 @@ def row(rows: Tensor, *like: Tensor) -> Tensor:
     return _ops.row(rows, like)
 
 
-torch.library.register_vmap(
-    "decentfn::all_rows",
-    lambda info, dims, x, like: (with_workers_first(x, dims[0], info.batch_size), None),
-    lib=_library,
-)
-torch.library.register_vmap("decentfn::row", lambda info, dims, rows, like: (rows.view_as(rows), 0), lib=_library)
+def vmap(function: Callable[..., tuple[Tensor, ...]], randomness: str, *rows: Tensor) -> Sequence[Tensor]:
+    """Return `torch.vmap(function, randomness=randomness)(*rows)`: without trees, which take longer than small tensors."""
+    size = rows[0].shape[:1]
+    if _c is None or torch.compiler.is_dynamo_compiling() or any([x.shape[:1] != size for x in rows]):
+        return torch.vmap(function, randomness=randomness)(*rows)
+    _load()
+    level = _c._vmap_increment_nesting(*size, randomness)
+    try:
+        found = function(*[_c._add_batch_dim(x, 0, level) for x in rows])
+        return [_c._remove_batch_dim(x, level, *size, 0) for x in found]
+    finally:
+        _c._vmap_decrement_nesting()
+
+
+_load = cache(lambda: torch.vmap(torch.clone)(torch.zeros(1)))  # which loads PyTorch's own rules
+
+
+def add_rule(name: str, rule: Callable[..., tuple[Any, Any]], library: torch.library.Library) -> None:
+    """Give an operator its rule for `vmap`, as `torch.library.register_vmap`, whose trees take five times as long."""
+    if _c is None or _keys is None or missing:
+        torch.library.register_vmap(f"decentfn::{name}", rule, lib=library)
+        return
+    operator, key = getattr(_ops, name).default, torch._C.DispatchKeySet(_keys.FuncTorchBatched)
+
+    def unwrapped(x: Any, level: int) -> tuple[Any, Any]:
+        if isinstance(x, (list, tuple)):
+            pairs = [unwrapped(one, level) for one in x]
+            return [one for one, _ in pairs], tuple([dim for _, dim in pairs])
+        return _c._unwrap_batched(x, level) if isinstance(x, Tensor) else (x, None)
+
+    def batched(*given: Any) -> Any:
+        interpreter = _c.peek_interpreter_stack()  # which the pointer below does not keep alive
+        level, (include, exclude) = interpreter.level(), surroundings()
+        values, dims = unwrapped(given, level)
+        with dispatching_as(include, exclude | key):
+            if all([dim is None or isinstance(dim, tuple) and set(dim) <= {None} for dim in dims]):
+                return operator(*given)
+            out, its = rule(SimpleNamespace(batch_size=_c.CVmapInterpreterPtr(interpreter).batchSize()), dims, *values)
+        pairs = zip(out, its, strict=True) if isinstance(out, list) else [(out, its)]
+        found = [x if dim is None else _c._add_batch_dim(x, dim, level) for x, dim in pairs]
+        return found if isinstance(out, list) else found[0]
+
+    library.impl(name, batched, "FuncTorchBatched")
+
+
+add_rule("all_rows", lambda info, dims, x, like: (with_workers_first(x, dims[0], info.batch_size), None), _library)
+add_rule("row", lambda info, dims, rows, like: (rows.view_as(rows), 0), _library)
 
 
 def holds(condition: Tensor) -> bool:
     """Return True if a condition holds, under `vmap` for all workers; also False if to know it, one would trace or wait for a device."""
     if torch.compiler.is_dynamo_compiling() or condition.device.type != "cpu":
         return False
-    while is_batched(condition):
-        condition = outside(condition)
+    condition = unbatched(condition)
     return type(condition) is Tensor and bool(condition.all() if condition.dim() else condition)
 
 
 def are_equal(x: Tensor, y: Tensor) -> bool:
     """Return True if two tensors hold the same values, under `vmap` for all workers; NaN equals NaN."""
-    while is_batched(x) or is_batched(y):
-        like = x if is_batched(x) else y
-        x, y = all_rows(x, like), all_rows(y, like)
-    same = (x.eq(y) | (x.ne(x) & y.ne(y))).all()
+    same = unbatched(x.eq(y) | (x.ne(x) & y.ne(y))).all()
     try:
         return same.is_meta or bool(same)
     except RuntimeError:  # a fake tensor has no values

@@ -53,9 +53,9 @@ PYTREE = Private(
     "torch.func takes a training state as a tree",
     "torch.func.vmap and torch.func.grad refuse a state; steps, simulated or compiled, do not change",
 )
-UNWRAPPED = Private(
-    "torch._C._functorch.get_unwrapped",
-    "read a condition of all simulated workers without an operator",
+FUNCTORCH = Private(
+    "torch._C._functorch",
+    "know what is batched over simulated workers, read it, and batch operators over them, at little cost",
     "eager simulated steps are slower",
 )
 _OF_BATCHING = (
@@ -108,5 +108,5 @@ VECTORS = Private(
     "try the CPU's vector instructions again after a damaged cache",
     "a cache whose trial of vector instructions is damaged fails until it is removed",
 )
-_OF_STEPS = PYTREE, UNWRAPPED, BATCHING, DECOMPOSITIONS, *DISPATCH, WEIGHTS
+_OF_STEPS = PYTREE, FUNCTORCH, BATCHING, DECOMPOSITIONS, *DISPATCH, WEIGHTS
 NAMES = *_OF_STEPS, GUARDS, BACKEND, GRAPH_PASS, LOOP_SPLIT, READ_EXPR, VECTORS

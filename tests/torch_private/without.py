@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from decentfn.torch_private.names import BATCHING, DECOMPOSITIONS, DISPATCH, NAMES, UNWRAPPED, VECTORS, WEIGHTS
+from decentfn.torch_private.names import BATCHING, DECOMPOSITIONS, DISPATCH, FUNCTORCH, NAMES, VECTORS, WEIGHTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "upgrading.md"
 CASES = ("import", "eager", "simulated", "compiled", "df.autograd", "chunk_size")
-KEPT_BY_PYTORCH = {private.name for private in (BATCHING, DECOMPOSITIONS, UNWRAPPED, WEIGHTS, VECTORS, *DISPATCH)}
+KEPT_BY_PYTORCH = {private.name for private in (BATCHING, DECOMPOSITIONS, FUNCTORCH, WEIGHTS, VECTORS, *DISPATCH)}
 """PyTorch itself reads them: they are hidden from decentfn alone."""
 
 SCRIPT = """

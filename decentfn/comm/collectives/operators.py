@@ -189,11 +189,13 @@ def _wait_vmap(info: Any, in_dims: Any, *arguments: Any) -> tuple[Tensor, int]:
     if size is not None:
         share = x / with_workers_first(size, in_dims[3], n).view(-1, *[1] * (x.dim() - 1)).to(x.dtype)
         return torch.zeros_like(x).index_add(0, peers, share).index_select(0, peers), 0
-    slots, rows = peers.shape[1], peers.clamp(min=0).reshape(-1)
+    slots, is_heard = peers.shape[1], peers >= 0
+    all_heard = holds(is_heard)
+    rows = (peers if all_heard else peers.clamp(min=0)).reshape(-1)
     if x.dim() == 3:
         x, rows = x.flatten(0, 1), rows * slots + torch.arange(slots, device=x.device).repeat(n)
-    inbox, is_heard = x.index_select(0, rows).view(n, slots, x.shape[-1]), peers >= 0
-    return inbox if holds(is_heard) else inbox.masked_fill_(~is_heard.view(n, slots, 1), 0), 0
+    inbox = x.index_select(0, rows).view(n, slots, x.shape[-1])
+    return inbox if all_heard else inbox.masked_fill_(~is_heard.view(n, slots, 1), 0), 0
 
 
 _wait = operator(

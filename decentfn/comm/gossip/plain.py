@@ -234,7 +234,7 @@ def _weighted(posted: Posted, index: int, gamma: float | Tensor, dtype: torch.dt
         pairs += zip(weights[1:].unbind(), inbox_of(posted, index).unbind(), strict=True)
     if posted.means and posted.row.mean_weight is not None:
         pairs.append(((posted.row.mean_weight * gamma).to(dtype), _mean(posted, index)))
-    return [(weight, message.to(dtype)) for weight, message in pairs]
+    return [(weight, message if message.dtype == dtype else message.to(dtype)) for weight, message in pairs]
 
 
 def _mean(posted: Posted, index: int) -> Tensor:
@@ -287,7 +287,8 @@ def _mixed(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
     pairs = _weighted(posted, index, gamma, dtype)
     if not pairs and posted.flags is None:
         return own.clone()
-    x, sent = own.to(dtype), posted.sent[index].to(dtype)
+    x = own if own.dtype == dtype else own.to(dtype)
+    sent = x if posted.sent[index] is own else posted.sent[index].to(dtype)
     if posted.flags is not None and not functorch.holds(posted.flags.own):
         in_place_of_bad = row.weights[0].to(dtype)  # 0, or NaN if no good message arrived
         x, sent = (torch.where(posted.flags.own, values, in_place_of_bad) for values in (x, sent))
@@ -306,7 +307,7 @@ def _mixed(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
             terms.append(-pairs[-1][0] * sent)
     mixed = functools.reduce(Tensor.add_, [*terms[1:], x], terms[0]) if terms else x  # in the first term's memory
     if (not isinstance(gamma, Tensor) or functorch.holds(gamma != 0)) and known_finite([before]) is not None:
-        return own.clone() if mixed is own else mixed.to(own.dtype)
+        return own.clone() if mixed is own else mixed if own.dtype == dtype else mixed.to(own.dtype)
     moves = is_finite(before)  # an infinite value stays, also where all have it: inf - inf is NaN
     return torch.where(moves & (gamma != 0) if isinstance(gamma, Tensor) else moves, mixed, before).to(own.dtype)
 
