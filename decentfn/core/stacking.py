@@ -19,7 +19,7 @@ def require_rows(what: str, tree: PyTree, num_workers: int) -> None:
     """Raise ValueError unless every leaf of the state or the batch (`what`) has a row for each worker."""
     way_out = "df.stack(state, num_workers)"
     if what == "batch":
-        way_out = f"stack one per worker, as tensors in dicts or tuples (of a DataLoader: collate_fn=df.data.stacked_collate({num_workers})); or, by df.autograd(loss_fn), a list of one tuple, dict or object for each"
+        way_out = f"stack one per worker, as tensors in dicts or tuples (of a DataLoader: collate_fn=df.data.stacked_collate({num_workers}); of one batch for all: x.unflatten(0, ({num_workers}, -1))); or, by df.autograd(loss_fn), a list of one tuple, dict or object for each"
     require_first(what, tree, num_workers, f"simulate(num_workers={num_workers})", "workers", way_out)
 
 

@@ -61,7 +61,7 @@ class JSONLines(AbstractContextManager["JSONLines", None]):
 
         Means, `losses` `[N]`, `seconds` since the log was `started`, the numbers of the `workers`, and since the last call
         `links`, `[from, to, bytes, is_inside]`, and `waited`, `[who, for whom, seconds]`, of processes. `more` are further
-        values, such as `tokens_per_s`, or other ones in place of these: `seconds` of a clock.
+        values, such as `tokens_per_s`, or `seconds` of a clock in place of these.
         """
         rule = f"found {brief(metrics)} for the metrics of state, metrics = step(state, batch, t)."
         require(isinstance(metrics, Metrics), "JSONLines.record(state, metrics, step)", rule)
@@ -83,6 +83,8 @@ class JSONLines(AbstractContextManager["JSONLines", None]):
             "waited": [[i, numbers[r], round(x, 6)] for i, its, _ in told for r, *_, x in its if x]
             + [[i, None, round(total - sum(x for *_, x in its), 6)] for i, its, total in told],
         }
+        rule = "the line has these of all workers; only seconds, of a clock, may be others. Choose another name."
+        require(not (more.keys() & line.keys()) - {"seconds"}, "JSONLines.record", rule, **more)
         self.write(line | more, step)
         self._counting.close()
         self._counted = self._counting.enter_context(collectives.communication())

@@ -178,3 +178,17 @@ def test_what_are_no_metrics_is_refused(metrics, tmp_path):
         pytest.raises(ValueError, match=r"record\(.*found .* metrics"),
     ):
         log.record(init({"x": torch.ones(2)}), metrics, 0)
+
+
+def test_a_value_in_place_of_what_a_report_reads_is_refused_and_under_another_name_logged(tmp_path):
+    init, step = df.adapt_while_communicate(
+        lambda params, batch: params["x"].sum(), df.sgd(0.1), df.topology("complete", 1)
+    )
+    state, metrics = step(init({"x": torch.ones(2)}), torch.ones(1), 0)
+    with df.logs.JSONLines(tmp_path / "log.jsonl") as log:
+        with pytest.raises(ValueError, match=r"record\(workers=0.8\): .* another name"):
+            log.record(state, metrics, 0, workers=0.8)
+        line = log.record(state, metrics, 0, share_of_workers=0.8, seconds=3.0)
+    assert df.logs.read(tmp_path / "log.jsonl") == [
+        {"step": 0, **json.loads(json.dumps(line, default=torch.Tensor.tolist))}
+    ]
