@@ -122,7 +122,7 @@ def dying(step, at, when):
     return replace(step, run=run)
 
 
-def survived(build, n, deaths=None, *, local=1, equal=False, joins=None, batch=None, wrap=None):
+def survived(build, n, deaths=None, *, local=1, equal=False, joins=None, batch=None, wrap=None, patience=60):
     """States of those that end, by seat, and the means of these workers before the change and at the end.
 
     `deaths`: rank -> (step, when); `joins`: a step, from which on rank 0 lets a process join.
@@ -170,7 +170,7 @@ def survived(build, n, deaths=None, *, local=1, equal=False, joins=None, batch=N
         state, step = made(rank, n)
         if rank in deaths:
             step = dying(step, *deaths[rank])
-        step, newcomer = df.survive(step, patience=timedelta(seconds=60)), None
+        step, newcomer = df.survive(step, patience=timedelta(seconds=patience)), None
         if rank == 0 and joins is not None:
             newcomer = threading.Thread(target=come, args=(world().channels.store,))
             newcomer.start()
