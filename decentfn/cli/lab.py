@@ -40,12 +40,10 @@ _PATIENCE_S = 3
 _HEADER = 10
 """Bytes of the kernel's header before each packet: packets of up to 64 kB travel whole."""
 _LONGEST = 2**16 + 64
-_OPTIONS = [
-    (263, 15, 1),
-    (263, 23, 1),
-    *((socket.SOL_SOCKET, option, 2**26) for option in (socket.SO_RCVBUF, socket.SO_SNDBUF, 33, 32)),
-]
-"""A header before each packet; only packets that arrive; large buffers: up to the system's limits, and beyond, for root."""
+_OPTIONS = [(263, 15), (263, 23)]
+"""A header before each packet; only packets that arrive."""
+_BUFFERS = [socket.SO_RCVBUF, socket.SO_SNDBUF, 33, 32]
+"""Options for large buffers: up to the system's limits, and beyond, for root."""
 _CHECKED_S = 0.05
 
 
@@ -210,9 +208,11 @@ def _ports(n: int) -> list[socket.socket]:
     made = []
     for i in range(n):
         port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
-        for option in _OPTIONS:
+        for level, option in _OPTIONS:
+            port.setsockopt(level, option, 1)
+        for option in _BUFFERS:
             with suppress(PermissionError):
-                port.setsockopt(*option)
+                port.setsockopt(socket.SOL_SOCKET, option, 2**26)
         port.bind((f"p{i}", 3))
         port.setblocking(False)
         made.append(port)
