@@ -1,4 +1,4 @@
-"""Pytree helpers: the one place that imports optree and registers pytree nodes."""
+"""Pytree helpers: the one place that registers pytree nodes."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from unittest import mock
 
 import torch
 
-from decentfn.core.arguments import warn
 from decentfn.torch_private.names import BACKEND, GRAPH_PASS, LOOP_SPLIT, READ_EXPR, VECTORS
 
 _CALL = 'df.compile(step, backend="inductor")'
@@ -44,9 +44,10 @@ def cache_dir() -> str:
     if hasattr(os, "getuid"):
         owner = os.stat(path).st_uid
         if owner not in (0, os.getuid()):
-            warn(
+            warnings.warn(
                 f"df.compile: Inductor's cache {path} belongs to another user, who can change the code that runs here; set "
-                f"{_CACHE} to a directory of your own."
+                f"{_CACHE} to a directory of your own.",
+                stacklevel=2,
             )
         elif owner == os.getuid() and path == default:
             os.chmod(path, 0o700)
