@@ -93,8 +93,8 @@ def collect(posted: Posted, gamma: float | Tensor = 1.0, *, after: Iterable[Tens
 
     Computed by differences: `x + γ Σ_j W[i,j] (Q(x_j) - Q(x))`, where Q rounds to the wire dtype. Rounding (of weights,
     on the wire) gives to other workers what it takes from one; nothing changes if workers agree; updates far smaller
-    than Q's resolution are not lost. With a column-stochastic W: `x + γ Σ_j (W[i,j] Q(x_j) - W[j,i] Q(x))`. (A mean
-    over a group is rounded once more on the wire, so the workers' mean is kept only to Q's resolution.)
+    than Q's resolution are not lost. With a column-stochastic W: `x + γ Σ_j (W[i,j] Q(x_j) - W[j,i] Q(x))`. (A group's
+    mean is summed in the wire's dtype, rounded at each hop, so the workers' mean is kept only to some of Q's steps.)
 
     Args:
         posted: from `Worker.post`.
