@@ -16,9 +16,6 @@ from decentfn.comm import collectives, gossip
 from decentfn.core import require, trees
 from decentfn.core.buckets import loose
 
-_SAMPLED = 64
-"""Rounds of a schedule whose self-weights are checked."""
-
 
 class Memory(NamedTuple):
     """Memory of one worker."""
@@ -131,5 +128,5 @@ def with_room(state: Any, places: int) -> Any:
 
 def least_self_weight(topology: kit.Topology) -> float:
     """Return the smallest self-weight of a schedule's tables and of sample rounds."""
-    own = [topology.weights[..., 0], *(topology.round(t).weights[:, 0] for t in topology.steps(_SAMPLED))]
+    own = [topology.weights[..., 0], *(topology.round(t).weights[:, 0] for t in topology.steps())]
     return min(float(weights.min()) for weights in own)

@@ -27,13 +27,10 @@ Event = tuple[int, int]
 LEAST_MASS = 2.0**-20
 """A worker that hears nothing keeps this much of its mass, so that it can always divide by it."""
 
-_SAMPLED = 64
-"""Rounds of a random schedule that a trace's name of it depends on."""
-
 
 def schedule_name(topology: Topology) -> str:
-    """Return a topology's name and a digest of its rounds, by which a trace knows it."""
-    rounds = topology.steps(_SAMPLED) if topology.draw else range(len(topology.sources))
+    """Return a topology's name and a digest of its rounds, of a random one 64, by which a trace knows it."""
+    rounds = topology.steps(64) if topology.draw else range(len(topology.sources))
     digest = hashlib.sha256()
     for t in rounds:
         this = topology.round(t)
