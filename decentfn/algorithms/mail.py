@@ -13,7 +13,7 @@ from torch import Tensor
 
 from decentfn import kit
 from decentfn.comm import collectives, gossip
-from decentfn.core import require, trees
+from decentfn.core import require
 from decentfn.core.buckets import loose
 
 
@@ -119,11 +119,6 @@ class Mail:
             return state
 
         return made._replace(init=init)
-
-
-def with_room(state: Any, places: int) -> Any:
-    """Return the state with room for so many messages in flight of each worker, and none of them."""
-    return trees.map_nodes(collectives.Ring, lambda ring: ring.with_room(places), state)
 
 
 def least_self_weight(topology: kit.Topology) -> float:

@@ -15,11 +15,8 @@ from torch import Tensor
 from decentfn import sharded
 from decentfn.comm import collectives
 from decentfn.comm.fingerprint import digest
-from decentfn.core import trees
-from decentfn.core.arguments import brief
+from decentfn.core import PyTree, brief, context, trees
 from decentfn.core.buckets import Plan, each, sum_within_worker
-from decentfn.core.context import context
-from decentfn.core.trees import PyTree
 from decentfn.errors import PeerLost, RunError
 from decentfn.gradient.evaluation import swapping
 from decentfn.gradient.loss import is_pair, takes, unwrapped
