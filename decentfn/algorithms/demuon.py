@@ -18,9 +18,8 @@ from torch import Tensor
 
 from decentfn import kit
 from decentfn.core import require, trees
-from decentfn.optim.transforms import Transform
+from decentfn.optim.transforms import Transform, by_leaf
 from decentfn.optim.transforms.shaped import orthogonalize
-from decentfn.optim.transforms.transform import by_leaf
 from decentfn.topologies import later
 
 

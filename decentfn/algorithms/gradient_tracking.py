@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
+from decentfn.core import require
 from decentfn.topologies import later
 
 
@@ -70,12 +71,9 @@ def gradient_tracking(
         ValueError: an unknown form, or a push-sum topology.
     """
     worker = kit.Worker(loss_fn, optimizer, topology, shows_mix=form == "awc", gossip_rounds=gossip_rounds, **options)
-    if form not in ("atc", "semi-atc", "awc"):
-        raise ValueError(f"gradient_tracking(form={form!r}): choose 'atc', 'semi-atc' or 'awc'.")
-    if form != "atc" and gossip_rounds > 1:
-        raise ValueError(
-            f"gradient_tracking(form={form!r}, gossip_rounds={gossip_rounds}): several rounds cannot overlap; use 'atc'."
-        )
+    call, rule = "gradient_tracking", "several rounds cannot overlap; use 'atc'."
+    require(form in ("atc", "semi-atc", "awc"), call, "choose 'atc', 'semi-atc' or 'awc'.", form=form)
+    require(form == "atc" or gossip_rounds == 1, call, rule, form=form, gossip_rounds=gossip_rounds)
 
     late = later(1, topology)  # y is completed with the last step's matrix
 

@@ -65,7 +65,7 @@ def k_gt(
     kit.require_whole("k_gt", inner_steps=inner_steps)
     kit.require_positive("k_gt", outer_learning_rate=outer_learning_rate)
     rule = "a correction is of K steps, so the topology must mix in every round; for fewer rounds use a larger inner_steps."
-    require(all(map(topology.is_active, topology.steps(64))), "k_gt", rule, topology=topology)
+    require(all(map(topology.is_active, topology.steps())), "k_gt", rule, topology=topology)
     rate, schedule = (
         kit.as_input("k_gt", "outer_learning_rate", outer_learning_rate),
         after_steps(inner_steps, topology),

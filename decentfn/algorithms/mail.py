@@ -13,11 +13,8 @@ from torch import Tensor
 
 from decentfn import kit
 from decentfn.comm import collectives, gossip
-from decentfn.core import require, trees
+from decentfn.core import require
 from decentfn.core.buckets import loose
-
-_SAMPLED = 64
-"""Rounds of a schedule whose self-weights are checked."""
 
 
 class Memory(NamedTuple):
@@ -124,12 +121,7 @@ class Mail:
         return made._replace(init=init)
 
 
-def with_room(state: Any, places: int) -> Any:
-    """Return the state with room for so many messages in flight of each worker, and none of them."""
-    return trees.map_nodes(collectives.Ring, lambda ring: ring.with_room(places), state)
-
-
 def least_self_weight(topology: kit.Topology) -> float:
     """Return the smallest self-weight of a schedule's tables and of sample rounds."""
-    own = [topology.weights[..., 0], *(topology.round(t).weights[:, 0] for t in topology.steps(_SAMPLED))]
+    own = [topology.weights[..., 0], *(topology.round(t).weights[:, 0] for t in topology.steps())]
     return min(float(weights.min()) for weights in own)

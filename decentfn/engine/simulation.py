@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentfn.algorithms.mail import with_room
 from decentfn.comm import collectives
 from decentfn.comm.fingerprint import require_equal_rows
 from decentfn.core import PyTree, batches_of, over_workers, require_rows, trees
@@ -98,7 +97,7 @@ def simulate(
                     f"the trace needs R={replay.trace.room}; make it with df.stack(init(params), {num_workers}, arrivals=trace), into which "
                     "df.checkpoint.restore reads a settled run that goes on."
                 )
-            first = with_room(first, int(num_workers > 1))  # as laid out: one worker sends nothing
+            first = collectives.with_room(first, int(num_workers > 1))  # as laid out: one worker sends nothing
         step.check(first, its_batch, t)
 
     own_check = None if step.check is None else check
@@ -122,7 +121,7 @@ def stack(state: PyTree, num_workers: int, *, arrivals: Trace | None = None) -> 
             "init(params) returned. Stacked states of several runs are df.stack_runs(states)."
         )
     if arrivals is not None:
-        state = with_room(state, _room(state, num_workers, arrivals))
+        state = collectives.with_room(state, _room(state, num_workers, arrivals))
     return trees.map(lambda leaf: leaf.unsqueeze(0).repeat(num_workers, *[1] * leaf.dim()), state)
 
 

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from decentfn.core import draws
-from decentfn.core.arguments import array, at_least, checks_numbers, require
+from decentfn.core import array, at_least, checks_numbers, draws, require
 from decentfn.timing.cluster import Cluster, Links
 from decentfn.timing.network import Messages, Network, group_maximum, messages_of
 from decentfn.timing.trace import LEAST_MASS, Event, Trace, schedule_name, shares_of

@@ -10,7 +10,7 @@ from statistics import median
 
 import numpy as np
 
-from decentfn.core.arguments import array, brief_error, real, require, whole_number
+from decentfn.core import array, at_least, brief_error, real, require
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for name in ("num_workers", "workers_per_node", "processes_per_worker"):
-            value = whole_number("Cluster", name, getattr(self, name))
-            require(value >= 1, "Cluster", f"{name} is at least 1.", **{name: value})
+            at_least("Cluster", name, getattr(self, name), 1)
         rule = "the workers of a node divide the workers."
         sizes = {"num_workers": self.num_workers, "workers_per_node": self.workers_per_node}
         require(self.num_workers % self.workers_per_node == 0, "Cluster", rule, **sizes)

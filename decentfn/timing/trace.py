@@ -27,13 +27,10 @@ Event = tuple[int, int]
 LEAST_MASS = 2.0**-20
 """A worker that hears nothing keeps this much of its mass, so that it can always divide by it."""
 
-_SAMPLED = 64
-"""Rounds of a random schedule that a trace's name of it depends on."""
-
 
 def schedule_name(topology: Topology) -> str:
-    """Return a topology's name and a digest of its rounds, by which a trace knows it."""
-    rounds = topology.steps(_SAMPLED) if topology.draw else range(len(topology.sources))
+    """Return a topology's name and a digest of its rounds, of a random one 64, by which a trace knows it."""
+    rounds = topology.steps(64) if topology.draw else range(len(topology.sources))
     digest = hashlib.sha256()
     for t in rounds:
         this = topology.round(t)
@@ -191,7 +188,6 @@ class Offered(NamedTuple):
     given: Tensor  # [N, K] float64, the share of its mass in each slot, 0 if nothing goes out
     to: Tensor  # [N, K] int64, the receiver in each slot; -1: nothing goes out
     place: Tensor  # [N] int64, place in the sender's ring; -1: nobody takes it
-    steps: Tensor  # [N] int64, the own step of each worker in this level; -1: none
 
 
 class Replay:
@@ -230,14 +226,19 @@ class Replay:
         """Return what the workers offer in a level."""
         n, slots = self.trace.num_workers, self.topology.slots
         given, to = torch.zeros(n, slots, dtype=torch.float64), torch.full((n, slots), -1)
-        place, steps = torch.full((n,), -1), torch.full((n,), -1)
+        place = torch.full((n,), -1)
         for i, s in self._events(level):
-            steps[i], place[i] = s, self.trace.places.get((i, s), -1)
+            place[i] = self.trace.places.get((i, s), -1)
             sent = torch.tensor(self.trace.sent[i][s - self.trace.first[i]], dtype=torch.bool)
             destinations = self.topology.round(s).destinations[i]
             to[i] = destinations.where(sent, -1)
             given[i] = shares_of(self.topology, s)[i] * (to[i] >= 0)
-        return Offered(given, to, place, steps)
+        return Offered(given, to, place)
+
+    def steps(self, level: int) -> Tensor:
+        """Return the own step of each worker in a level, `[N]` int64; -1: none."""
+        own = dict(self._events(level))
+        return torch.tensor([own.get(i, -1) for i in range(self.trace.num_workers)])
 
     def _events(self, level: int) -> tuple[Event, ...]:
         if level >= len(levels := self.trace.levels):

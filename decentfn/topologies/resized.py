@@ -21,8 +21,6 @@ from decentfn.topologies.rounds import RULES, Edge, Round, Topology, is_symmetri
 ANY_SIZE = "base"
 """A family of any size that is exact in finite time, doubly stochastic and symmetric."""
 
-_TRIED = 64  # number of rounds that are looked at
-
 
 Case = Literal["same family", "another family", "own weights"]
 
@@ -151,7 +149,7 @@ def _fits(made: Topology, topology: Topology) -> bool:
     needs_more = made.slots > topology.slots or made.has_groups > topology.has_groups
     if needs_more or made.needs_push_sum > topology.needs_push_sum or (topology.period == 1 != made.period):
         return False
-    was, is_now = (all(is_symmetric(x, t) for t in x.steps(_TRIED)) for x in (topology, made))
+    was, is_now = (all(is_symmetric(x, t) for t in x.steps()) for x in (topology, made))
     return is_now or not was
 
 

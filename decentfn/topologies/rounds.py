@@ -134,7 +134,7 @@ class Topology:
         """Steps of the first period, from step `start` on; None for a random schedule."""
         return None if self.period is None else range(self.start, self.start + self.period)
 
-    def steps(self, most: int) -> list[int]:
+    def steps(self, most: int = 64) -> list[int]:
         """Return sample steps: those before the start and those of the period (or any if random), `most` of either."""
         return [*range(min(self.start, most)), *(self.cycle or range(most))[:most]]
 

@@ -20,6 +20,19 @@ from decentfn.kit.state import Metrics
 from decentfn.optim.transforms.transform import Averaging
 from decentfn.train.own_steps import memory_of
 
+__all__ = [
+    "buffers",
+    "check_replicas",
+    "consensus_buffers",
+    "consensus_distance",
+    "consensus_mean",
+    "distance_in_steps",
+    "distance_to_consensus",
+    "gather",
+    "mean",
+    "params",
+]
+
 
 def params(state: Any) -> PyTree:
     """Return copies of the parameters to evaluate, as the tree given to `init`; `[N, ...]` if stacked.

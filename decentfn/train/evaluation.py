@@ -15,11 +15,8 @@ from torch import Tensor
 from decentfn import sharded
 from decentfn.comm import collectives
 from decentfn.comm.fingerprint import digest
-from decentfn.core import trees
-from decentfn.core.arguments import brief
+from decentfn.core import PyTree, brief, context, require, trees
 from decentfn.core.buckets import Plan, each, sum_within_worker
-from decentfn.core.context import context
-from decentfn.core.trees import PyTree
 from decentfn.errors import PeerLost, RunError
 from decentfn.gradient.evaluation import swapping
 from decentfn.gradient.loss import is_pair, takes, unwrapped
@@ -99,10 +96,8 @@ def _of_workers(
     plan: Plan,
 ) -> list[_Sums]:
     """Return the sums of every replica of all workers. Collective; raises on all processes or on none."""
-    if not callable(metric):
-        raise ValueError(
-            f"{call}(metric={brief(metric)}): expected a function (params, batch) -> number; the order is {call}(metric, state, batches)."
-        )
+    rule = f"expected a function (params, batch) -> number; the order is {call}(metric, state, batches)."
+    require(callable(metric), call, rule, metric=metric)
     if isinstance(batches, Tensor):
         raise ValueError(
             f"{call}(batches): found a tensor of shape {[*batches.shape]}; pass a list of batches: [batch]."
@@ -250,10 +245,9 @@ def _size(call: str, samples: _Count | None, batch: Any) -> int:
     if samples is not None:
         size: Any = samples(batch)
         size = size.item() if isinstance(size, torch.Tensor) and not size.dim() else size
-        if not isinstance(size, Integral) or isinstance(size, bool) or size < 0:
-            raise ValueError(
-                f"{call}(samples): it returned {brief(size)}; a batch's number of samples is an integer >= 0."
-            )
+        is_number = isinstance(size, Integral) and not isinstance(size, bool) and size >= 0
+        rule = f"it returned {brief(size)}; a batch's number of samples is an integer >= 0."
+        require(is_number, f"{call}(samples)", rule)
         return int(size)
     is_flat = type(batch) in (list, tuple) and trees.is_flat(batch)
     leaves = batch if is_flat else trees.leaves(trees.plain(batch))

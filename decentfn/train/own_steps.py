@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from decentfn.algorithms.mail import Memory, with_room
+from decentfn.algorithms.mail import Memory
 from decentfn.comm import collectives
 from decentfn.core import brief, checks_numbers, require, trees
 from decentfn.core.buckets import Buckets
@@ -164,7 +164,7 @@ def with_room_of(call: str, state: Any, template: Any) -> Any:
             return state
         rule = "messages are in flight, and the state has another room for them; save what df.settle(state) returned."
         require(bool((ring.to < 0).all()), call, rule, saved=ring.to.shape[-2], here=own.to.shape[-2])
-        return with_room(state, own.to.shape[-2])
+        return collectives.with_room(state, own.to.shape[-2])
     return state
 
 

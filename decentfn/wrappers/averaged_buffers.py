@@ -12,9 +12,8 @@ from decentfn.comm import collectives, gossip
 from decentfn.comm.fingerprint import agree, describe
 from decentfn.core import PyTree, checks_numbers, require, trees
 from decentfn.core.buckets import is_finite, loose
-from decentfn.kit.preconditions import as_input, at
-from decentfn.kit.state import Metrics, State
-from decentfn.kit.step import Algorithm, require_bare
+from decentfn.kit import Algorithm, Metrics, State, as_input, at
+from decentfn.kit.step import require_bare
 
 
 @checks_numbers

@@ -11,9 +11,8 @@ from decentfn.comm import collectives, gossip
 from decentfn.comm.fingerprint import agree, fingerprint
 from decentfn.core import PyTree, brief, require, trees
 from decentfn.core.buckets import Buckets
-from decentfn.kit.preconditions import require_doubly_stochastic
-from decentfn.kit.state import Metrics, State
-from decentfn.kit.step import Algorithm, require_bare
+from decentfn.kit import Algorithm, Metrics, State, require_doubly_stochastic
+from decentfn.kit.step import require_bare
 from decentfn.topologies import Topology
 from decentfn.topologies.rounds import require_topology
 

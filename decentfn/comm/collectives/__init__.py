@@ -1,6 +1,6 @@
 """Collectives between workers and their processes: the world, the operators of a step, and calls outside steps."""
 
-from decentfn.comm.collectives.arrivals import Ring, addressed, offer, own_step, take, with_rows
+from decentfn.comm.collectives.arrivals import Ring, addressed, offer, own_step, take, with_room, with_rows
 from decentfn.comm.collectives.channels import Channels, close
 from decentfn.comm.collectives.failures import is_peer_lost, outside_error
 from decentfn.comm.collectives.identity import Identity

@@ -16,7 +16,7 @@ from torch import Tensor
 from decentfn.comm.collectives.lookup import refuse_size
 from decentfn.comm.collectives.mailbox import Mailbox, with_mail
 from decentfn.comm.collectives.membership import world
-from decentfn.core import by_handle, context, number_on, of_step, operator, require
+from decentfn.core import by_handle, context, number_on, of_step, operator, require, trees
 from decentfn.core.buckets import wide
 from decentfn.timing.trace import LEAST_MASS, Offered, filled_up, shares_of
 from decentfn.topologies import Topology
@@ -37,6 +37,11 @@ class Ring(NamedTuple):
     @staticmethod
     def _empty(x: Tensor, places: int, value: float) -> Tensor:
         return x.new_full((*x.shape[:-2], places, x.shape[-1]), value)
+
+
+def with_room(state: Any, places: int) -> Any:
+    """Return the state with room for so many messages in flight of each worker, and none of them."""
+    return trees.map_nodes(Ring, lambda ring: ring.with_room(places), state)
 
 
 def take(own: Sequence[Tensor], ring: Ring, topology: Topology, t: Tensor, late: bool) -> list[Tensor]:
@@ -158,7 +163,7 @@ def _at_once(topology: Topology, t: int, mass: Tensor) -> Offered:
         stays = torch.where(goes, stays - share, stays)
         given[:, slot] *= goes
         to[:, slot].masked_fill_(~goes, -1)
-    return Offered(given, to, torch.zeros(len(to), dtype=torch.int64), torch.full((len(to),), t))
+    return Offered(given, to, torch.zeros(len(to), dtype=torch.int64))
 
 
 _offer = operator(
@@ -173,7 +178,7 @@ _offer = operator(
 def _own_step_kernel(token: Tensor, t: Tensor, workers: int) -> Tensor:
     if not workers or context.arrivals is None:
         return of_step(number_on, t, token.device).repeat((workers,) if workers else ())
-    return context.arrivals.offered(int(t)).steps.to(token.device)
+    return context.arrivals.steps(int(t)).to(token.device)
 
 
 own_step = operator(

@@ -163,14 +163,11 @@ class Board:
 
     def other(self, calls: int, step: int) -> tuple[int, int] | None:
         """Return a rank that made this call at another step, and that step."""
-        if self.store is None:
+        first = self._ask(lambda store: store.compare_set(f"call {calls}", "", f"{self.rank} {step}"))
+        if calls > _KEPT:
+            self._ask(lambda store: store.delete_key(f"call {calls - _KEPT}"))
+        if first is None:
             return None
-        try:
-            first = self.store.compare_set(f"call {calls}", "", f"{self.rank} {step}")
-            if calls > _KEPT:
-                self.store.delete_key(f"call {calls - _KEPT}")
-        except RuntimeError as error:
-            return self._lose(error)
         rank, other = map(int, first.split())
         return None if other == step else (rank, other)
 

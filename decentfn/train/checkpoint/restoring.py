@@ -13,7 +13,6 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from decentfn.algorithms.mail import with_room
 from decentfn.comm import collectives
 from decentfn.core import brief, log, trees
 from decentfn.core.buckets import Buckets, Place
@@ -188,7 +187,8 @@ def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor], int]:
     try:
         parts = [_Part(path, entry) for entry in entries]
         places = next((its.shape[1] for name, its in parts[0].places.items() if name.endswith("ring.to")), 0)
-        rooms, template = template, with_room(template, places)  # ranks have none, the simulator one by its trace
+        rooms = template  # ranks have none, the simulator one by its trace
+        template = collectives.with_room(template, places)
         one = trees.map(lambda x: x[0], template) if is_stacked(template) else template
         state = trees.map(torch.empty_like, template if as_many else one)
         leaves = layout.leaves_of(state)
