@@ -292,6 +292,17 @@ def test_narrow_parameters_are_the_mean_rounded_once(dtype):
     assert new.memory.phi[0].dtype == torch.float32
 
 
+def test_of_integers_of_any_kind_the_largest_is_taken():
+    kinds = [torch.bool, torch.uint8, torch.int16, torch.uint16, torch.uint32, torch.int64, torch.uint64]
+    made = [df.adapt_then_combine(lambda x, b, _: (x.sum(), (b, None)), df.sgd(0.1), df.topology("ring", n)) for n in (2, 4)]  # fmt: skip
+    buffers = {str(kind): torch.tensor([0, 1]).to(kind) for kind in kinds}
+    state = df.stack(made[0].init(torch.ones(1), buffers), 2)
+    for b in state.buffers.values():
+        b[1] = b[0].flip(0)
+    for kind in kinds:
+        assert torch.equal(df.resize(state, made[1]).buffers[str(kind)], torch.ones(4, 2).to(kind))
+
+
 def test_buffers_that_are_minus_infinity_or_equal_on_all_workers_stay_as_they_are():
     kept = {"mask": torch.full((2, 2), float("-inf")), "frozen": torch.rand(9), "on": torch.tensor([True, False])}
     loss_fn = lambda x, buffers, b: (((x - b) ** 2).sum(), (buffers, None))  # noqa: E731

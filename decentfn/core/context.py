@@ -31,6 +31,7 @@ class _Context(threading.local):
         # Appended to and never assigned: torch.compile loses an assignment to an attribute when it traces a loop.
         self.hostile: list[Any] = []  # what hostile workers send, the innermost last (`decentfn.testing.hostile`)
         self.runs: list[Any] = []  # number, 0-d int64, and count of the runs of a sweep (`df.sweep`)
+        self.used: list[Any] = []  # what leaves have a gradient, while an optimizer updates (`Gradient.used`)
         self.guarded: list[Any] = []  # notes of the guarded steps, the innermost last (`gossip.guarded`)
 
     @contextmanager

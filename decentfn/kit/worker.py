@@ -212,7 +212,11 @@ class Worker:
         if g.good is not None or g.used is not None or context.guarded:
             overwrites = False  # the old state is read afterwards
         with named, context.having(overwriting=context.donating) if overwrites else nullcontext():
-            result = self.optimizer.update(direction, local.opt, x, *mix)
+            context.used.append(g.used)
+            try:
+                result = self.optimizer.update(direction, local.opt, x, *mix)
+            finally:
+                context.used.pop()
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], Buckets):
             of_types = [type(part).__name__ for part in (result if isinstance(result, tuple) else [result])]
             raise ValueError(

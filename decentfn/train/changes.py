@@ -240,7 +240,8 @@ def mean(rows: Iterable[Tensor]) -> Tensor:
 
 def largest(rows: Iterable[Tensor]) -> Tensor:
     """Return the largest count; counts differ if workers skipped updates."""
-    return torch.stack(list(rows)).amax(0)
+    values = torch.stack(list(rows))
+    return values.long().amax(0).to(values.dtype)  # unsigned ones have no maximum
 
 
 def smallest(rows: Iterable[Tensor]) -> Tensor:

@@ -109,6 +109,6 @@ def _travelers(buffers: PyTree, frozen: frozenset[str]) -> dict[torch.dtype, lis
     names = trees.leaves(type(buffers)((key, key) for key in buffers)) if frozen else [None] * len(leaves)
     places: dict[torch.dtype, list[int]] = {}
     for i, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
-        if leaf.is_floating_point() and name not in frozen:
+        if leaf.is_floating_point() and leaf.numel() and name not in frozen:
             places.setdefault(leaf.dtype, []).append(i)
     return places

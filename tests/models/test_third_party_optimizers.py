@@ -30,6 +30,7 @@ WORK = ("AdaBelief", "Adan", "AdEMAMix", "Amos", "CAME", "Grams", "Lamb", "LaPro
 REFUSED = {
     "SOAP": "keeps a list under 'GG'",
     "SWATS": "keeps other things after later steps",
+    "SPAM": r"a step changes its \['total_step', 'current_step'\]",
     "Gravity": "remembers more than what it keeps of each parameter",
     "AliG": "need a closure",
 }

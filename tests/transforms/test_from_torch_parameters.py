@@ -1,5 +1,7 @@
 """Parameters that `df.from_torch` gives to an optimizer: in the module's order, with their attributes, of plain classes."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -137,3 +139,123 @@ def test_a_parameter_of_a_class_of_its_own_is_refused_unless_it_is_frozen():
     parametrized = net()
     nn.utils.parametrizations.orthogonal(parametrized.head)
     assert len(trained(parametrized, by_position)) == len(dict(parametrized.named_parameters()))
+
+
+class Experts(nn.Module):
+    """Two experts, of which a batch uses one; they may differ in dtype, so that their moments share no vector."""
+
+    def __init__(self, second=torch.float64):
+        super().__init__()
+        g = torch.Generator().manual_seed(0)
+        self.first = nn.Parameter(torch.randn(3, 3, generator=g, dtype=torch.float64))
+        self.second = nn.Parameter(torch.randn(3, 3, generator=g).to(second))
+
+    def forward(self, batch):
+        which, x = batch
+        return (x @ (self.second.double() if which else self.first)).square().sum()
+
+
+UNUSED = {
+    "momentum": partial(torch.optim.SGD, lr=0.01, momentum=0.9, dampening=0.5, weight_decay=0.1),
+    "Adam": partial(torch.optim.Adam, lr=0.1),
+    "Rprop": partial(torch.optim.Rprop, lr=0.01),
+    "Adagrad": partial(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.5),
+    "Adafactor": partial(torch.optim.Adafactor, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("second", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", UNUSED)
+def test_a_leaf_without_a_gradient_is_skipped_as_torch_skips_it(name, second, workers):
+    """Also where it has none in the first steps, after which an optimizer begins to keep things of it."""
+    batches = [(t % 3 == 2, INPUTS + t) for t in range(8)]
+    net = Experts(second)
+    optimizer = UNUSED[name](net.parameters())
+    for batch in batches:
+        optimizer.zero_grad()
+        net(batch).backward()
+        optimizer.step()
+    params, buffers, loss_fn = df.functional(Experts(second), forward=lambda module, batch: module(batch))
+    make = lambda named: UNUSED[name]([p for _, p in named])  # noqa: E731
+    loss_fn = df.autograd(loss_fn, skip_unused=True)
+    init, step = df.all_reduce(loss_fn, df.from_torch(make), df.topology("complete", max(1, workers)))
+    state = init(params, buffers)
+    state, step = (df.stack(state, workers), df.simulate(step, workers)) if workers else (state, step)
+    for t, batch in enumerate(batches):
+        state, _ = step(state, [batch] * workers if workers else batch, t)
+    end = df.params(df.worker(state, 1) if workers else state)
+    for leaf, p in net.named_parameters():
+        torch.testing.assert_close(end[leaf], p.detach(), rtol=0, atol=1e-12 if p.dtype == torch.float64 else 1e-6)
+
+
+def test_a_compiled_step_skips_leaves_too_and_they_are_evaluated_as_they_are():
+    schedule_free = pytest.importorskip("schedulefree")
+    batches, net = [(t > 3, INPUTS + t) for t in range(6)], Experts()
+    optimizer = schedule_free.AdamWScheduleFree(net.parameters(), lr=0.05)
+    params, buffers, loss_fn = df.functional(Experts(), forward=lambda module, batch: module(batch))
+    make = lambda named: schedule_free.AdamWScheduleFree([p for _, p in named], lr=0.05)  # noqa: E731
+    loss_fn = df.autograd(loss_fn, skip_unused=True)
+    init, step = df.all_reduce(loss_fn, df.from_torch(make), df.topology("complete", 1))
+    state, step = init(params, buffers), df.compile(step, backend="aot_eager")
+    for t, batch in enumerate(batches):
+        optimizer.train()
+        optimizer.zero_grad()
+        net(batch).backward()
+        optimizer.step()
+        state, _ = step(state, batch, t)
+        optimizer.eval()
+        for leaf, p in net.named_parameters():
+            torch.testing.assert_close(df.params(state)[leaf], p.detach(), rtol=0, atol=1e-12)
+
+
+class Slow(torch.optim.SGD):
+    """Goes back half of the way in every tenth step, to where it was ten steps before."""
+
+    counts_itself, begins_with = False, ()
+    steps = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        self.steps += self.counts_itself
+        for p in self.param_groups[0]["params"]:
+            own = self.state[p]
+            own["step"] = own.get("step", 0) + 1
+            for key in self.begins_with:
+                own.setdefault(key, None)
+            if own["step"] % 10 == 0:
+                own["slow"] = torch.lerp(p, own.get("slow") if own.get("slow") is not None else p, 0.5)
+                p.copy_(own["slow"])
+
+
+class CountingItself(Slow):
+    counts_itself = True
+
+
+class BeginningWithNone(Slow):
+    begins_with = ("slow",)
+
+
+@pytest.mark.parametrize("kind", [Slow, BeginningWithNone])
+def test_what_an_optimizer_begins_to_keep_later_is_never_lost_in_silence(kind):
+    init, step = df.all_reduce(
+        lambda params, batch: params["w"].square().sum(),
+        df.from_torch(lambda named: kind([p for _, p in named], lr=0.1)),
+        df.topology("complete", 1),
+    )
+    state = init({"w": torch.ones(3)})
+    with pytest.raises(ValueError, match=rf"{kind.__name__} keeps \['slow'\] of 'w', which 8 trial steps did not"):
+        for t in range(11):
+            state, _ = step(state, None, t)
+    assert t == 9
+
+
+def test_an_optimizer_that_counts_its_steps_itself_is_refused():
+    init, _ = df.all_reduce(
+        lambda params, batch: params["w"].square().sum(),
+        df.from_torch(lambda named: CountingItself([p for _, p in named], lr=0.1)),
+        df.topology("complete", 1),
+    )
+    with pytest.raises(ValueError, match=r"CountingItself remembers more than .* a step changes its \['steps'\]"):
+        init({"w": torch.ones(3)})

@@ -270,6 +270,16 @@ def test_averaged_buffers_have_memory_of_their_own(algorithm):
     assert len({b.untyped_storage().data_ptr() for b in buffers}) == len(buffers)
 
 
+def test_a_buffer_without_elements_is_not_sent():
+    loss_fn = lambda x, b, batch: ((x - batch).square().mean(), (b, None))  # noqa: E731
+    init, step = df.average_buffers(df.adapt_while_communicate(loss_fn, df.sgd(0.1), df.topology("ring", 2)))
+    buffers = {"empty": torch.zeros(0), "narrow": torch.ones(2, dtype=torch.bfloat16)}
+    state, step = df.stack(init(torch.zeros(3), buffers), 2), df.simulate(step, 2)
+    for t in range(2):
+        state, _ = step(state, torch.ones(2, 3), t)
+    assert {name: list(b.shape) for name, b in state.buffers.items()} == {"empty": [2, 0], "narrow": [2, 2]}
+
+
 def test_averaging_no_buffers_changes_nothing():
     for algorithm in ("adapt_while_communicate", "adapt_then_combine", "all_reduce"):
         topology = df.topology("ring", N)

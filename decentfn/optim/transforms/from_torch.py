@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
 
@@ -86,7 +86,11 @@ def from_torch(
             return grads, state
         # Copies, which a donated compiled step does not make: it lets the operator write over the old state.
         new, state = each(torch.clone, params), trees.map(torch.clone, state)
-        _step(list(grads), list(new), trees.leaves(state), handle, _plan_number(number, params.plan.number()), 0)
+        used = context.used[-1] if context.used and not elementwise else None
+        flags = {} if used is None else dict(zip(map(id, used.plan.buckets), used, strict=True))
+        own = [flags[id(bucket)] for bucket in params.plan.buckets if flags]
+        plan = _plan_number(number, params.plan.number())
+        _step(list(grads), list(new), trees.leaves(state), own, handle, plan, 0)
         return each(lambda y, x: (y.to(wide(y.dtype)) - x.to(wide(x.dtype))).to(x.dtype), new, params), state
 
     made = descending(init, update)
@@ -212,15 +216,27 @@ class _Adapter:
             groups = zip(optimizer.param_groups, first, strict=True)
             return [{k: v for k, v in own.items() if k == "lr" or v is not old.get(k)} for own, old in groups]
 
-    def step(self, form: Form, grads: Buckets, params: Buckets, state: TorchState, *, is_trial: bool = False) -> None:
-        """Take one step of one worker, in place, with another optimizer; a trial is without the scheduler."""
+    def step(
+        self,
+        form: Form,
+        grads: Buckets,
+        params: Buckets,
+        state: TorchState,
+        *,
+        used: Sequence[bool] = (),
+        is_trial: bool = False,
+    ) -> None:
+        """Take one step of one worker, in place, with another optimizer; a trial is without the scheduler.
+
+        Of leaves that are not `used` it leaves the gradient out (`()`: all are), and the state of those that never were.
+        """
         leaves, own = params.leaves(), each(torch.clone, grads) if form.writes_gradients else grads
         named = named_leaves(form.plan, leaves)
         options = self.options(int(state.count), named, form.plan) if form.scheduled and not is_trial else None
-        for (_, p), g in zip(named, own.leaves(), strict=True):
-            p.grad = g
+        for i, ((_, p), g) in enumerate(zip(named, own.leaves(), strict=True)):
+            p.grad = g if not used or used[i] else None
         places = form.places(state)
-        optimizer = self._restored(form, options, named, state, places)
+        optimizer = self._restored(form, options, named, state, form.begun(places) if used else places)
         before, versions = [dict(group) for group in optimizer.param_groups], [version(g) for g in grads]
         optimizer.step()
         form.require_known(optimizer, before)
@@ -256,7 +272,7 @@ class _Adapter:
         new = Buckets([x.clone() for x in params], plan)
         named = named_leaves(plan, new.leaves())
         options = self.options(int(state.count), named, plan) if form.scheduled else None
-        optimizer = self._restored(form, options, named, state, form.places(state))
+        optimizer = self._restored(form, options, named, state, form.begun(form.places(state)))
         optimizer.eval()
         if back:
             for y, x in zip(new, params, strict=True):
@@ -278,7 +294,13 @@ def _plan_number(adapter: bytes, plan: int) -> int:
 
 
 def _kernel(
-    grads: list[Tensor], params: list[Tensor], state: list[Tensor], handle: Tensor, plan: int, workers: int
+    grads: list[Tensor],
+    params: list[Tensor],
+    state: list[Tensor],
+    used: list[Tensor],
+    handle: Tensor,
+    plan: int,
+    workers: int,
 ) -> None:
     rule = "its optimizer runs Python in every step, which a CUDA graph would not replay; leave mode out."
     require(context.inputs is None, 'compile(step, mode="reduce-overhead") with df.from_torch', rule)
@@ -287,8 +309,10 @@ def _kernel(
         form = adapter.form(layout, plan, params[0].device)
         for i in range(workers) if workers else [...]:  # [...] is all of a tensor
             own = trees.fill(form.template, [s[i] for s in state])
-            g, x = ([b[i] for b in of] if workers else of for of in (grads, params))
-            adapter.step(form, Buckets(g, layout), Buckets(x, layout), own)
+            g, x, flags = ([b[i] for b in of] if workers else of for of in (grads, params, used))
+            pairs = zip(layout.buckets, flags, strict=True) if flags else ()
+            of_leaves = [s.numel > 0 and bool(its[s.start]) for bucket, its in pairs for s in bucket.segments]
+            adapter.step(form, Buckets(g, layout), Buckets(x, layout), own, used=of_leaves)
 
 
 def _over_workers(info: Any, in_dims: Any, *arguments: Any) -> tuple[None, None]:
@@ -305,14 +329,14 @@ def _over_workers(info: Any, in_dims: Any, *arguments: Any) -> tuple[None, None]
         )
     rule = "under vmap, parameters and optimizer's state need a row for each worker, as df.stack(state, N) has."
     require(None not in (*in_dims[1], *in_dims[2]), "from_torch: update(grads, state, params)", rule)
-    parts = [first(x, d) for x, d in zip(tensors, in_dims[:3], strict=True)]
+    parts = [first(x, d) for x, d in zip(tensors, in_dims[:4], strict=True)]
     _step(*parts, handle, plan, info.batch_size)
     return None, None
 
 
 _step = operator(
     # `workers`: 0 for one worker alone; N for N stacked ones.
-    "torch_optimizer(Tensor[] grads, Tensor(a!)[] params, Tensor(b!)[] state, Tensor optimizer, int plan, int workers) -> ()",
+    "torch_optimizer(Tensor[] grads, Tensor(a!)[] params, Tensor(b!)[] state, Tensor[] used, Tensor optimizer, int plan, int workers) -> ()",
     _kernel,
     lambda *arguments: None,
     _over_workers,

@@ -92,11 +92,18 @@ def changed(value: Any, before: Any) -> Kind | None:
     return None if bool((torch.as_tensor(value) == torch.as_tensor(before)).all()) else kind
 
 
+def numbers_beside(optimizer: Any) -> dict[Any, Tensor]:
+    """Return the tensors and numbers that an optimizer keeps neither of a parameter nor of a group."""
+    kept = {**vars(optimizer), **{key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}}
+    return {key: torch.as_tensor(value).clone() for key, value in kept.items() if isinstance(kind_of(value), Kind)}
+
+
 class Form:
     """Form of an optimizer's state for parameters of one plan, learned from trial steps that change `named`."""
 
     def __init__(self, plan: Plan, optimizer: Any, named: Named, scheduled: bool) -> None:
         self.plan, self.leaves, self.device, self.scheduled = plan, leaves_of(plan), named[0][1].device, scheduled
+        first: dict[Any, Tensor] = {}
         before, name, trials = [dict(group) for group in optimizer.param_groups], type(optimizer).__name__, []
         self.has_modes = hasattr(optimizer, "eval")
         # Of others, some clip in place, perhaps not in a trial.
@@ -114,6 +121,7 @@ class Form:
                     f"{CALL}: a trial step of {name} without arguments, on dense gradients, raised {brief_error(error)}; "
                     "optimizers that need a closure or sparse gradients, or other processes, have no pair (init, update)."
                 ) from error
+            first = first if trial else numbers_beside(optimizer)
             pairs = zip(grads, trial_gradient(plan, self.device, trial), strict=True)
             self.writes_gradients |= any(g._version or not torch.equal(g, given) for g, given in pairs)
             for own, group, old in zip(self.groups, optimizer.param_groups, before, strict=True):
@@ -121,7 +129,11 @@ class Form:
             trials.append([{k: kind_of(v) for k, v in optimizer.state.get(p, {}).items()} for _, p in named])
         rule = f"{name} keeps other things after later steps than after its first, so no state has room for them."
         require(all(kinds == trials[0] for kinds in trials), CALL, rule)
+        counted = [key for key, x in numbers_beside(optimizer).items() if changed(x, first.get(key))]
+        rule = f"{name} remembers more than what it keeps of each parameter and in its groups: a step changes its {brief(counted)}. Use another one."
+        require(not counted, CALL, rule)
         self.names, self.kinds, self.converted = [leaf for leaf, _ in named], list[dict[str, Kind]](), set[str]()
+        self.empty = [dict.fromkeys(key for key, kind in own.items() if kind is None) for own in trials[0]]
         for leaf, own in zip(self.names, trials[0], strict=True):
             unknown = [f"a {kind} under {key!r}" for key, kind in own.items() if isinstance(kind, str)]
             rule = f"{name} keeps {' and '.join(unknown)} of {leaf!r}; a state holds plain tensors and numbers. Use another one."
@@ -131,8 +143,8 @@ class Form:
                 k for k, kind in self.kinds[-1].items() if (kind.type, kind.device) != (Tensor, self.device)
             }
         shapes = [(tuple(p.shape), p.is_complex()) for _, p in named]
-        first, *rest = self.kinds  # common to all: in one dtype
-        dtypes = {key: kind.dtype.to_real() for key, kind in first.items()}
+        one, *rest = self.kinds  # common to all: in one dtype
+        dtypes = {key: kind.dtype.to_real() for key, kind in one.items()}
         common = [k for k, d in dtypes.items() if all(k in own and own[k].dtype.to_real() == d for own in rest)]
         of_all = {k: [(own[k].shape, own[k].dtype.is_complex) for own in self.kinds] for k in common}
         is_shaped = any(shape for shape, _ in shapes)
@@ -180,9 +192,9 @@ class Form:
 
     def give(self, optimizer: Any, named: Named, state: TorchState, places: Places) -> None:
         """Give the optimizer its state: views of this one."""
-        for (_, p), kinds, own in zip(named, self.kinds, places, strict=True):
+        for (_, p), kinds, own, empty in zip(named, self.kinds, places, self.empty, strict=True):
             if own:
-                optimizer.state[p] = {
+                optimizer.state[p] = empty | {
                     k: kind.restored(own[k]) if k in self.converted else own[k] for k, kind in kinds.items()
                 }
         for group, kinds, own in zip(optimizer.param_groups, self.groups, state.groups, strict=True):
@@ -191,13 +203,21 @@ class Form:
     def take(self, optimizer: Any, named: Named, leaves: list[Tensor], state: TorchState, places: Places) -> None:
         """Write what the optimizer has put elsewhere over the state and the parameters, and count the step."""
         pairs = [(x, p) for x, (_, p) in zip(leaves, named, strict=True)]
-        for (_, p), own in zip(named, places, strict=True):
-            its = optimizer.state[p]
-            pairs += [(x, its[key]) for key, x in own.items() if its[key] is not x]
+        for (leaf, p), own in zip(named, places, strict=True):
+            its = optimizer.state.get(p, {})  # empty for a leaf that never had a gradient
+            if new := its.keys() - own.keys():
+                late = [key for key in new if its[key] is not None]
+                rule = f"{type(optimizer).__name__} keeps {brief(late)} of {leaf!r}, which {TRIALS} trial steps did not, so the state has no room for it. Use another one."
+                require(not late, CALL, rule)
+            pairs += [(x, its[key]) for key, x in own.items() if its and its[key] is not x]
         for group, own in zip(optimizer.param_groups, state.groups, strict=True):
             pairs += [(x, group[key]) for key, x in own.items()]
         write_over(pairs)
         state.count.add_(1)
+
+    def begun(self, places: Places) -> Places:
+        """Return the places of the leaves that had a gradient before, and none of the others."""
+        return [own if any([bool(x.any()) for x in own.values()]) else {} for own in places]
 
     def places(self, state: TorchState) -> Places:
         """Return the tensors of each parameter as views of the state."""
