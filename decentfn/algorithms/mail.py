@@ -104,13 +104,7 @@ class Mail:
     ) -> kit.Algorithm:
         """Return the algorithm of this step and first memory, whose `init` opens the mailbox."""
         made = self._worker.algorithm(
-            step,
-            start,
-            topology=self._schedule,
-            push_sum=True,
-            own_steps=True,
-            whole_buckets=True,
-            schedules=schedules,
+            step, start, topology=self._schedule, push_sum=True, own_steps=True, whole_buckets=True, schedules=schedules
         )
 
         def init(params: kit.PyTree, buffers: kit.PyTree = None) -> kit.State:

@@ -56,8 +56,8 @@ def autograd(loss_fn: LossFn, *, skip_unused: bool = False) -> LossFn:
     Args:
         loss_fn: the loss, as an algorithm takes it. `df.accumulate` and `df.dynamic_loss_scale` may wrap the result.
         skip_unused: treat a parameter without a gradient as torch.optim does: the optimizer leaves it and its state
-            alone (update counts, such as Adam's, advance). Otherwise the gradient is 0, and momentum and weight
-            decay move it.
+            alone (update counts of this library's, such as Adam's, advance). Otherwise the gradient is 0, and momentum and
+            weight decay move it.
 
     Raises:
         ValueError: `loss_fn` is not a function, or is wrapped already; this version of PyTorch lacks a needed name.

@@ -213,10 +213,8 @@ class Worker:
             overwrites = False  # the old state is read afterwards
         with named, context.having(overwriting=context.donating) if overwrites else nullcontext():
             context.used.append(g.used)
-            try:
-                result = self.optimizer.update(direction, local.opt, x, *mix)
-            finally:
-                context.used.pop()
+            result = self.optimizer.update(direction, local.opt, x, *mix)
+            context.used.clear()  # also what an error has left
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], Buckets):
             of_types = [type(part).__name__ for part in (result if isinstance(result, tuple) else [result])]
             raise ValueError(

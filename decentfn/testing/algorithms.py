@@ -21,17 +21,7 @@ from decentfn.kit.step import Algorithm
 from decentfn.optim.transforms import MixAware, MixContext, sgd
 from decentfn.testing import problem
 from decentfn.testing.ranks import alone_as_rank_of
-from decentfn.testing.subjects import (
-    STEPS,
-    Batches,
-    Declined,
-    Run,
-    Subject,
-    assert_close,
-    program,
-    ranks,
-    simulated,
-)
+from decentfn.testing.subjects import STEPS, Batches, Declined, Run, Subject, assert_close, program, ranks, simulated
 from decentfn.topologies import Topology
 from decentfn.train.consensus import params as params_of
 from decentfn.wrappers import average_buffers, ema, ema_params

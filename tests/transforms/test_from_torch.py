@@ -599,7 +599,9 @@ class Late(torch.optim.SGD):
 
 def test_an_optimizer_that_remembers_more_than_its_state_is_refused():
     init, _ = built(partial(Remembering, lr=0.1))
-    with pytest.raises(ValueError, match=r"Remembering remembers more than what it keeps.*a step changes its \['steps'\]"):
+    with pytest.raises(
+        ValueError, match=r"Remembering remembers more than what it keeps.*a step changes its \['steps'\]"
+    ):
         init(start())
     init, step = built(partial(Late, lr=0.1))
     state, _ = ours(step, init(start()), BATCHES[:1])

@@ -221,11 +221,12 @@ class Slow(torch.optim.SGD):
         self.steps += self.counts_itself
         for p in self.param_groups[0]["params"]:
             own = self.state[p]
+            if not own:
+                own |= dict.fromkeys(self.begins_with)
             own["step"] = own.get("step", 0) + 1
-            for key in self.begins_with:
-                own.setdefault(key, None)
             if own["step"] % 10 == 0:
-                own["slow"] = torch.lerp(p, own.get("slow") if own.get("slow") is not None else p, 0.5)
+                slow = own["slow"] if self.begins_with else own.get("slow")
+                own["slow"] = torch.lerp(p, p if slow is None else slow, 0.5)
                 p.copy_(own["slow"])
 
 

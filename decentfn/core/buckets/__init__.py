@@ -27,15 +27,4 @@ from decentfn.core.buckets.arithmetic import (
     write_over,
     zeros_like,
 )
-from decentfn.core.buckets.plan import (
-    BucketPlan,
-    Buckets,
-    Mask,
-    Place,
-    Places,
-    Plan,
-    Segment,
-    elements,
-    flatten,
-    loose,
-)
+from decentfn.core.buckets.plan import BucketPlan, Buckets, Mask, Place, Places, Plan, Segment, elements, flatten, loose

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -87,10 +87,9 @@ def from_torch(
         # Copies, which a donated compiled step does not make: it lets the operator write over the old state.
         new, state = each(torch.clone, params), trees.map(torch.clone, state)
         used = context.used[-1] if context.used and not elementwise else None
-        flags = {} if used is None else dict(zip(map(id, used.plan.buckets), used, strict=True))
-        own = [flags[id(bucket)] for bucket in params.plan.buckets if flags]
-        plan = _plan_number(number, params.plan.number())
-        _step(list(grads), list(new), trees.leaves(state), own, handle, plan, 0)
+        flags = () if used is None else zip(used.plan.buckets, used, strict=True)
+        own = [flag for plan, flag in flags if any(plan is bucket for bucket in params.plan.buckets)]  # of a part
+        _step([*grads, *own], list(new), trees.leaves(state), handle, _plan_number(number, params.plan.number()), 0)
         return each(lambda y, x: (y.to(wide(y.dtype)) - x.to(wide(x.dtype))).to(x.dtype), new, params), state
 
     made = descending(init, update)
@@ -179,7 +178,7 @@ class _Adapter:
         name = type(optimizer).__name__
         try:
             for trial in range(TRIALS):
-                self.step(form, trial_gradient(form.plan, form.device, trial), x, state, is_trial=True)
+                self.step(form, trial_gradient(form.plan, form.device, trial), x, state, [], is_trial=True)
         except Exception as error:
             raise ValueError(f"{CALL}: {name}, rebuilt with what it keeps, raised {brief_error(error)}.") from error
         for (of_leaf, _), leaf, end in zip(named, x.leaves(), arrived, strict=True):
@@ -217,18 +216,11 @@ class _Adapter:
             return [{k: v for k, v in own.items() if k == "lr" or v is not old.get(k)} for own, old in groups]
 
     def step(
-        self,
-        form: Form,
-        grads: Buckets,
-        params: Buckets,
-        state: TorchState,
-        *,
-        used: Sequence[bool] = (),
-        is_trial: bool = False,
+        self, form: Form, grads: Buckets, params: Buckets, state: TorchState, used: list[bool], is_trial: bool = False
     ) -> None:
         """Take one step of one worker, in place, with another optimizer; a trial is without the scheduler.
 
-        Of leaves that are not `used` it leaves the gradient out (`()`: all are), and the state of those that never were.
+        Leaves that are not `used` have no gradient, and no state if they never had one; []: all are.
         """
         leaves, own = params.leaves(), each(torch.clone, grads) if form.writes_gradients else grads
         named = named_leaves(form.plan, leaves)
@@ -294,13 +286,7 @@ def _plan_number(adapter: bytes, plan: int) -> int:
 
 
 def _kernel(
-    grads: list[Tensor],
-    params: list[Tensor],
-    state: list[Tensor],
-    used: list[Tensor],
-    handle: Tensor,
-    plan: int,
-    workers: int,
+    grads: list[Tensor], params: list[Tensor], state: list[Tensor], handle: Tensor, plan: int, workers: int
 ) -> None:
     rule = "its optimizer runs Python in every step, which a CUDA graph would not replay; leave mode out."
     require(context.inputs is None, 'compile(step, mode="reduce-overhead") with df.from_torch', rule)
@@ -309,10 +295,10 @@ def _kernel(
         form = adapter.form(layout, plan, params[0].device)
         for i in range(workers) if workers else [...]:  # [...] is all of a tensor
             own = trees.fill(form.template, [s[i] for s in state])
-            g, x, flags = ([b[i] for b in of] if workers else of for of in (grads, params, used))
-            pairs = zip(layout.buckets, flags, strict=True) if flags else ()
-            of_leaves = [s.numel > 0 and bool(its[s.start]) for bucket, its in pairs for s in bucket.segments]
-            adapter.step(form, Buckets(g, layout), Buckets(x, layout), own, used=of_leaves)
+            g, x = ([b[i] for b in of] if workers else of for of in (grads, params))
+            flags = zip(layout.buckets, g[len(x) :], strict=False)  # if any
+            used = [s.numel > 0 and bool(its[s.start]) for bucket, its in flags for s in bucket.segments]
+            adapter.step(form, Buckets(g[: len(x)], layout), Buckets(x, layout), own, used)
 
 
 def _over_workers(info: Any, in_dims: Any, *arguments: Any) -> tuple[None, None]:
@@ -329,14 +315,14 @@ def _over_workers(info: Any, in_dims: Any, *arguments: Any) -> tuple[None, None]
         )
     rule = "under vmap, parameters and optimizer's state need a row for each worker, as df.stack(state, N) has."
     require(None not in (*in_dims[1], *in_dims[2]), "from_torch: update(grads, state, params)", rule)
-    parts = [first(x, d) for x, d in zip(tensors, in_dims[:4], strict=True)]
+    parts = [first(x, d) for x, d in zip(tensors, in_dims[:3], strict=True)]
     _step(*parts, handle, plan, info.batch_size)
     return None, None
 
 
 _step = operator(
-    # `workers`: 0 for one worker alone; N for N stacked ones.
-    "torch_optimizer(Tensor[] grads, Tensor(a!)[] params, Tensor(b!)[] state, Tensor[] used, Tensor optimizer, int plan, int workers) -> ()",
+    # `grads`: and by element, if some leaves may have none, whether they have one. `workers`: 0 for one worker alone; N for N stacked ones.
+    "torch_optimizer(Tensor[] grads, Tensor(a!)[] params, Tensor(b!)[] state, Tensor optimizer, int plan, int workers) -> ()",
     _kernel,
     lambda *arguments: None,
     _over_workers,

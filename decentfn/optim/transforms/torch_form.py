@@ -25,23 +25,9 @@ TRIALS = 8
 """Steps from which a form is learned; prodigyopt 1.1.2 changes its estimate in the fifth."""
 
 
-_MESSAGES = [
-    "allreduce_",
-    "allreduce_coalesced_",
-    "allgather_",
-    "_allgather_base_",
-    "allgather_coalesced_",
-    "allgather_into_tensor_coalesced_",
-    "reduce_",
-    "reduce_scatter_",
-    "_reduce_scatter_base_",
-    "reduce_scatter_tensor_coalesced_",
-    "broadcast_",
-    "alltoall_",
-    "alltoall_base_",
-    "send",
-    "recv_",
-]
+_GATHERED = ["allgather_", "_allgather_base_", "allgather_coalesced_", "allgather_into_tensor_coalesced_"]
+_REDUCED = ["reduce_", "reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"]
+_OTHERS = ["allreduce_", "allreduce_coalesced_", "broadcast_", "alltoall_", "alltoall_base_", "send", "recv_"]
 
 
 class TorchState(NamedTuple):
@@ -103,13 +89,13 @@ class Form:
 
     def __init__(self, plan: Plan, optimizer: Any, named: Named, scheduled: bool) -> None:
         self.plan, self.leaves, self.device, self.scheduled = plan, leaves_of(plan), named[0][1].device, scheduled
-        first: dict[Any, Tensor] = {}
         before, name, trials = [dict(group) for group in optimizer.param_groups], type(optimizer).__name__, []
         self.has_modes = hasattr(optimizer, "eval")
         # Of others, some clip in place, perhaps not in a trial.
         self.writes_gradients = not type(optimizer).__module__.startswith("torch.optim.")
         self.groups: list[dict[str, Kind]] = [{} for _ in before]
         self.rates = [float(group["lr"]) for group in before if group.get("lr") is not None]
+        beside: list[dict[Any, Tensor]] = []
         for trial in range(TRIALS):
             grads = trial_gradient(plan, self.device, trial)
             for (_, p), g in zip(named, grads.leaves(), strict=True):
@@ -121,7 +107,7 @@ class Form:
                     f"{CALL}: a trial step of {name} without arguments, on dense gradients, raised {brief_error(error)}; "
                     "optimizers that need a closure or sparse gradients, or other processes, have no pair (init, update)."
                 ) from error
-            first = first if trial else numbers_beside(optimizer)
+            beside.append(numbers_beside(optimizer))
             pairs = zip(grads, trial_gradient(plan, self.device, trial), strict=True)
             self.writes_gradients |= any(g._version or not torch.equal(g, given) for g, given in pairs)
             for own, group, old in zip(self.groups, optimizer.param_groups, before, strict=True):
@@ -129,7 +115,7 @@ class Form:
             trials.append([{k: kind_of(v) for k, v in optimizer.state.get(p, {}).items()} for _, p in named])
         rule = f"{name} keeps other things after later steps than after its first, so no state has room for them."
         require(all(kinds == trials[0] for kinds in trials), CALL, rule)
-        counted = [key for key, x in numbers_beside(optimizer).items() if changed(x, first.get(key))]
+        counted = [key for key, x in beside[-1].items() if changed(x, beside[0].get(key))]
         rule = f"{name} remembers more than what it keeps of each parameter and in its groups: a step changes its {brief(counted)}. Use another one."
         require(not counted, CALL, rule)
         self.names, self.kinds, self.converted = [leaf for leaf, _ in named], list[dict[str, Kind]](), set[str]()
@@ -143,8 +129,8 @@ class Form:
                 k for k, kind in self.kinds[-1].items() if (kind.type, kind.device) != (Tensor, self.device)
             }
         shapes = [(tuple(p.shape), p.is_complex()) for _, p in named]
-        one, *rest = self.kinds  # common to all: in one dtype
-        dtypes = {key: kind.dtype.to_real() for key, kind in one.items()}
+        first, *rest = self.kinds  # common to all: in one dtype
+        dtypes = {key: kind.dtype.to_real() for key, kind in first.items()}
         common = [k for k, d in dtypes.items() if all(k in own and own[k].dtype.to_real() == d for own in rest)]
         of_all = {k: [(own[k].shape, own[k].dtype.is_complex) for own in self.kinds] for k in common}
         is_shaped = any(shape for shape, _ in shapes)
@@ -252,7 +238,11 @@ def sends(optimizer: Any, named: Named, grads: Buckets) -> bool:
     sent, c10d = list[int](), torch.ops.c10d
     for (_, p), g in zip(named, grads.leaves(), strict=True):
         p.grad = g
-    counted = {getattr(c10d, name): lambda *_, **__: sent.append(1) or 0 for name in _MESSAGES if hasattr(c10d, name)}
+    counted = {
+        getattr(c10d, name): lambda *_, **__: sent.append(1) or 0
+        for name in (*_GATHERED, *_REDUCED, *_OTHERS)
+        if hasattr(c10d, name)
+    }
     watched = FlopCounterMode(display=False, custom_mapping=counted)
     # A compiled function that runs in such a mode would never be compiled again. PyTorch keeps stance and mode for the process
     # and restores what was found: of two threads at once, the second would leave the first one's, and nothing would compile.
