@@ -16,17 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from decentfn.comm.collectives import (
-    World,
-    all_processes,
-    close,
-    kept_world,
-    met,
-    outside_error,
-    places_named,
-    replace_world,
-    world,
-)
+from decentfn.comm.collectives import World, all_processes, close, kept_world, met, outside_error, replace_world, world
+from decentfn.comm.collectives.session import places_named
 from decentfn.core import brief, context, operator, require
 from decentfn.core.buckets import Place, Places
 from decentfn.errors import RunError, StepMismatch

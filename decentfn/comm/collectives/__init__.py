@@ -29,5 +29,5 @@ from decentfn.comm.collectives.outside import (
     process_broadcast,
     process_mean,
 )
-from decentfn.comm.collectives.session import Session, places_named
+from decentfn.comm.collectives.session import Session
 from decentfn.comm.collectives.world import Hooks, World

@@ -19,7 +19,7 @@ from torch.profiler import record_function
 from decentfn.comm.collectives.failures import has_timed_out, lost_message_error, step_mismatch
 from decentfn.comm.collectives.identity import Identity
 from decentfn.comm.collectives.membership import world
-from decentfn.comm.collectives.session import RUN, STEPS, TAGS, Call, Lost, Part, Session
+from decentfn.comm.collectives.session import TAGS, Call, Lost, Part, Session
 from decentfn.comm.collectives.world import NO_HOOKS, World
 from decentfn.core.context import context
 from decentfn.topologies.rounds import Peers
@@ -138,7 +138,7 @@ def send(here: World, call: Call, peers: Peers, x: Tensor, slots: int) -> None:
     if here.session.lost is not None:
         call.lost = _NOT_SENT
         return
-    group, tag, index = here.channels.group, (call.place // RUN * STEPS + call.step % STEPS) % TAGS, 0
+    group, tag, index = here.channels.group, call.place % TAGS, 0
     assert group is not None
     with record_function(f"decentfn::post {call.what} {call.index}"):
         try:

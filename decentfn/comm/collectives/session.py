@@ -24,12 +24,10 @@ from torch import Tensor
 from decentfn.core import log
 
 TAGS = 2**31 - 1
-"""Number of tags: a message's tag is its step modulo `STEPS` in its state's run, so that neither mix (NCCL has no tags)."""
+"""Modulus of tags: a message's tag is its step's place modulo this, so that steps do not mix (NCCL has no tags)."""
 
-STEPS = 2**20
-
-RUN = 2**40
-"""Distance of two runs among the places of all steps, which the ranks compare: t + RUN times `Plan.run`."""
+RUN = 2**50
+"""Distance of two runs: the place of a step, which ranks compare, is t + RUN times its state's `Plan.run`. Tags: 2^19 apart."""
 
 _EVERY = 256  # interval of compared calls, besides calls 1, 2, 4, 8, ...
 
