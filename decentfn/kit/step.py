@@ -172,7 +172,7 @@ class Step:
         if isinstance(x, Buckets):
             new = x if self._donates or not isinstance(result, tuple) else getattr(result[0], "params", x)
             if isinstance(new, Buckets) and (self._donates or new is not x):
-                new.taken_at = number
+                new.taken_at, new.plan = number, x.plan  # not of the state for which it was compiled
                 if mail is not None:
                     mail.owners = weakref.WeakSet([new])
         if self.watch is not None:

@@ -291,6 +291,13 @@ def test_messages_of_two_states_never_meet(topology):
         assert t == 4 and f"rank {rank} is at t=4 of the state of init {1 + rank}, {other}" in error, error
 
 
+def test_two_states_of_one_compiled_step_keep_the_plans_by_which_their_messages_are_told_apart():
+    init, step = algorithm("complete", 1)
+    step, states = df.compile(step, backend="eager", donate=False), [init(torch.zeros(3)), init(torch.ones(3))]
+    for state in states:
+        assert step(state, torch.ones(3), 0)[0].params.plan is state.params.plan
+
+
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_two_algorithms_in_turns_compute_what_each_does_alone(backend):
     """Gossip in two of three steps, and DiLoCo, whose t counts its own steps, in the others."""
