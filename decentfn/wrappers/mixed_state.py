@@ -30,7 +30,8 @@ def mix_state(algorithm: Algorithm, schedules: Mapping[str, Topology]) -> Algori
         )
 
     The paper takes periods in proportion to the half-lives ln 0.5 / ln β of the moments. Without this wrapper the
-    optimizer's state stays the worker's own. The mean over the workers is kept. Nothing overlaps.
+    optimizer's state stays the worker's own. The mean over the workers is kept. Nothing overlaps. Where a worker has had no
+    gradient yet (a row of an embedding), its `nu` is 0, and the others' `mu` moves it by mu / eps: mix `nu` whenever `mu` is.
     Sent per step: each named part, in the dtypes of the parameters, once per neighbor of its schedule (or one
     all-reduce within the group).
 
