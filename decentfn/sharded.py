@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from decentfn.comm.collectives import World, all_processes, close, kept_world, met, outside_error, replace_world, world
+from decentfn.comm.collectives.session import places_named
 from decentfn.core import brief, context, operator, require
 from decentfn.core.buckets import Place, Places
 from decentfn.errors import RunError, StepMismatch
@@ -73,10 +74,11 @@ def _sum_within_worker(x: Tensor, size: int, after: Tensor | None) -> Tensor:
             outside.allreduce([total]).wait()
         return total
     try:
-        if (other := session.board.other_in_group(group, ranks, [session.at, x.nbytes], total)) is not None:
-            rank, t, nbytes = other
+        if (other := session.board.other_in_group(group, ranks, [session.place, x.nbytes], total)) is not None:
+            rank, place, nbytes = other
+            here_at, there_at = places_named(session.place, place)
             raise StepMismatch(
-                f"{what}: process {every.rank} is at t={session.at} with {x.nbytes:,} bytes, process {rank} at t={t} with "
+                f"{what}: process {every.rank} is at {here_at} with {x.nbytes:,} bytes, process {rank} at {there_at} with "
                 f"{nbytes:,}; every process must call the step with the same t, equally often",
                 process=every.rank,
                 step=session.at,

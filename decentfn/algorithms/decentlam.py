@@ -98,7 +98,6 @@ def decentlam(
             lost = (d - eta * beta * m) - (new.to(half.dtype) - half)
             return (beta * m - (u + d + repay * lost) * per_eta).to(m.dtype)
 
-        m_new = kit.each(momentum, m, u, pull, half, stored)
-        return kit.State(new, local, Memory(m_new)), g.metrics
+        return kit.State(new, local, Memory(kit.each(momentum, m, u, pull, half, stored))), g.metrics
 
     return worker.algorithm(step, Memory.restart)

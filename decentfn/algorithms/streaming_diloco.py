@@ -111,5 +111,4 @@ def streaming_diloco(
         return kit.where(mask, theta_new, theta), Memory(phi, b, waiting, waits, error)
 
     schedules = (*loop.launches, *arrivals)
-    step = rounds(worker, schedules, outer, post=loop.launch if delay else None)
-    return loop.algorithm(step, start, schedules)
+    return loop.algorithm(rounds(worker, schedules, outer, post=loop.launch if delay else None), start, schedules)

@@ -66,8 +66,8 @@ def lay_out(
     for topology in topologies:
         if topology.groups is not None:
             collectives.make_groups(topology.groups)
-    collectives.compare_steps()
+    run = collectives.compare_steps()
     if collectives.all_processes().rank == 0:
         values, mib = sum(bucket.numel for bucket in x.plan.buckets), x.plan.nbytes / 2**20
         log.info("run: %d values (%.4g MiB) in %d buckets, %r", values, mib, len(x), topologies[0])
-    return Buckets(x, replace(x.plan, topology=label(topologies[0])))
+    return Buckets(x, replace(x.plan, topology=label(topologies[0]), run=run))

@@ -141,11 +141,12 @@ class Step:
         if number is None:
             return self.run(state, batch, t)
         x = getattr(state, "params", None)
+        run = x.plan.run if isinstance(x, Buckets) else 0
         last = getattr(x, "taken_at", None)
         if last is not None and number != last + 1:
             self._require_next(number, last)
         with (
-            collectives.whole_step(number, donated=self._donates) as here,
+            collectives.whole_step(number, donated=self._donates, run=run) as here,
             draws.torch_draws(number, here.identity.place),
         ):
             mail = self.arrivals or (here.mailbox if self.own_steps else None)
@@ -171,7 +172,7 @@ class Step:
         if isinstance(x, Buckets):
             new = x if self._donates or not isinstance(result, tuple) else getattr(result[0], "params", x)
             if isinstance(new, Buckets) and (self._donates or new is not x):
-                new.taken_at = number
+                new.taken_at, new.plan = number, x.plan  # not of the state for which it was compiled
                 if mail is not None:
                     mail.owners = weakref.WeakSet([new])
         if self.watch is not None:

@@ -244,8 +244,7 @@ class Worker:
 
     def everywhere(self, claim: Tensor, t: Tensor) -> Tensor:
         """Return True (0-d bool) on all workers if `claim` holds on each; exchanges one number, for which all wait."""
-        denials = gossip.mean(buckets.loose([(~claim).to(torch.float32).view(1)]), self.everyone, t)
-        return denials[0][0] == 0
+        return gossip.mean(buckets.loose([(~claim).to(torch.float32).view(1)]), self.everyone, t)[0][0] == 0
 
     def post(self, x: Buckets, t: Tensor, topology: Topology | None = None) -> Posted:
         """Start to send `x` to the neighbors of step `t`.

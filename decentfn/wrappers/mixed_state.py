@@ -29,7 +29,8 @@ def mix_state(algorithm: Algorithm, schedules: Mapping[str, Topology]) -> Algori
         )
 
     The paper takes periods in proportion to the half-lives ln 0.5 / ln β of the moments. Without this wrapper the
-    optimizer's state stays the worker's own. The mean over the workers is kept. Nothing overlaps.
+    optimizer's state stays the worker's own. The mean over the workers is kept. Nothing overlaps. Where a worker has had no
+    gradient yet (a row of an embedding), its `nu` is 0, and the others' `mu` moves it by mu / eps: mix `nu` whenever `mu` is.
     Sent per step: each named part, in the dtypes of the parameters, once per neighbor of its schedule (or one
     all-reduce within the group).
 
@@ -81,8 +82,7 @@ def mix_state(algorithm: Algorithm, schedules: Mapping[str, Topology]) -> Algori
             its = next(mixed)
             return node if its is None else gossip.collect(its)
 
-        opt = trees.map_nodes(Buckets, mix, state.local.opt)
-        return state._replace(local=state.local._replace(opt=opt)), metrics
+        return state._replace(local=state.local._replace(opt=trees.map_nodes(Buckets, mix, state.local.opt))), metrics
 
     return algorithm._replace(init=start, step=replace(step, run=run))
 

@@ -91,6 +91,23 @@ def assert_parted(row, lone_shares=OUT, around=df.simulate, **how):
     return state
 
 
+def test_an_unused_leaf_that_is_left_out_stays_on_its_worker_though_others_use_theirs():
+    """AdamW's decay would move it. What is shared, and used by one worker, moves on all alike."""
+
+    def loss_fn(params, batch):
+        uses, y = batch
+        return sum(((params[name] - y) ** 2).sum() for name in (params if uses else ["body"]))
+
+    loss_fn = df.autograd(loss_fn, skip_unused=True)
+    init, step = df.all_reduce(loss_fn, df.adamw(0.1, weight_decay=0.5), df.topology("complete", 2), shared="!head")
+    state, step = df.stack(init({name: torch.ones(2) for name in ("body", "head", "rest")}), 2), df.simulate(step, 2)
+    for t in range(3):
+        state, _ = step(state, (torch.tensor([True, False]), torch.zeros(2)), t)
+    found = df.params(state)
+    assert torch.equal(found["head"][1], torch.ones(2)) and not (found["head"][0] == 1).any()
+    assert torch.equal(found["rest"][0], found["rest"][1]) and not (found["rest"] == 1).any()
+
+
 clipped = df.chain(df.clip_by_global_norm(0.02), df.sgd(0.1))
 
 

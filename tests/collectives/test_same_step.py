@@ -14,6 +14,7 @@ from decentfn.comm.collectives import Channels, Identity, World, exchange, failu
 from decentfn.comm.collectives.session import Session
 from decentfn.core.buckets import loose
 from decentfn.testing import on_ranks
+from decentfn.testing.ranks import alone_as_rank_of, on_kept_ranks
 from tests.collectives.test_collectives import schedule
 from tests.ranks import TIMEOUT, lose_patience
 
@@ -175,7 +176,7 @@ def test_a_new_start_counts_anew():
 
 
 def test_the_tag_is_the_step_for_every_schedule():
-    """t modulo 2^20, for tables and for draws, in which the phase is always 0."""
+    """Of a state that no `init` has counted; for tables and for draws, in which the phase is always 0."""
 
     class Recorder:
         def __init__(self):
@@ -196,7 +197,7 @@ def test_the_tag_is_the_step_for_every_schedule():
             with use(World(Channels(Identity.of(0, 2), recorder))):
                 x = torch.ones(3)
                 gossip.collect(gossip.post(loose([x]), look_up(x, df.topology(name, 2), torch.tensor(t))))
-            assert recorder.tags == [5, 5]
+            assert recorder.tags == [t, t]
 
 
 def test_a_store_that_is_gone_ends_the_comparison_and_not_the_run():
@@ -266,3 +267,71 @@ def test_what_is_a_step_number_is_taken(t):
     for run in (step, df.compile(step, backend="eager", donate=False)):
         state, _ = run(init(torch.zeros(3)), torch.ones(3), t)
         assert torch.equal(df.params(state), torch.full((3,), 0.2))
+
+
+@pytest.mark.parametrize("topology", ["ring", "complete"])
+def test_messages_of_two_states_never_meet(topology):
+    """Of one algorithm, at equal t and of equal size, whose steps one rank takes in another order."""
+
+    def run(rank):
+        init, step = algorithm(topology, 2)
+        states = [init(torch.zeros(3)), init(torch.full((3,), 9.0))]
+        for t in range(5):
+            if t == 4:
+                lose_patience()
+            for i in (1, 0) if (rank, t) == (1, 4) else (0, 1):
+                try:
+                    states[i], _ = step(states[i], torch.full((3,), 9.0 * i), t)
+                except RuntimeError as error:
+                    return t, str(error)
+        return 5, ""
+
+    for rank, (t, error) in enumerate(on_ranks(2, run)):
+        other = f"rank {1 - rank} at t=4 of the state of init {2 - rank}"
+        assert t == 4 and f"rank {rank} is at t=4 of the state of init {1 + rank}, {other}" in error, error
+
+
+def test_two_states_of_one_compiled_step_keep_the_plans_by_which_their_messages_are_told_apart():
+    init, step = algorithm("complete", 1)
+    step, states = df.compile(step, backend="eager", donate=False), [init(torch.zeros(3)), init(torch.ones(3))]
+    for state in states:
+        assert step(state, torch.ones(3), 0)[0].params.plan is state.params.plan
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_two_algorithms_in_turns_compute_what_each_does_alone(backend):
+    """Gossip in two of three steps, and DiLoCo, whose t counts its own steps, in the others."""
+    makes = [
+        lambda: algorithm("one-peer-exp", 4),
+        lambda: df.diloco(square, df.sgd(0.1), df.topology("complete", 4), inner_steps=2),
+    ]
+    turns = [(0, 0), (0, 1), (1, 0), (0, 3), (0, 4), (1, 1), (0, 6), (1, 2), (1, 3)]
+
+    def batch(rank, t):
+        return torch.full((3,), float(rank * t))
+
+    def compiled(step):
+        return step if backend is None else df.compile(step, backend=backend, donate=False)
+
+    built = [make() for make in makes]
+    steps = [compiled(step) for _, step in built]
+
+    def run(rank):
+        states = list(starts[rank])
+        for i, t in turns:
+            states[i], _ = steps[i](states[i], batch(rank, t), t)
+        return [df.params(state) for state in states]
+
+    def alone(i):
+        init, step = makes[i]()
+        state, step = df.stack(init(torch.zeros(3)), 4), df.simulate(step, 4)
+        for t in [t for its, t in turns if its == i]:
+            state, _ = step(state, torch.stack([batch(rank, t) for rank in range(4)]), t)
+        return df.params(state)
+
+    starts = on_kept_ranks(4, lambda rank: [init(torch.zeros(3)) for init, _ in built])
+    if backend is not None:
+        with alone_as_rank_of(4):
+            run(0)
+    for i, found in enumerate(zip(*on_kept_ranks(4, run), strict=True)):
+        torch.testing.assert_close(torch.stack(found), alone(i), rtol=1e-6, atol=1e-6)

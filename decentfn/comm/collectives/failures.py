@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Callable
 
-from decentfn.comm.collectives.session import Call, FailureNote, Lost
+from decentfn.comm.collectives.session import RUN, Call, FailureNote, Lost, places_named
 from decentfn.comm.collectives.world import World
 from decentfn.errors import ExchangeTimeout, PeerLost, RunError, StepMismatch
 
@@ -27,16 +27,16 @@ def is_peer_lost(error: Exception) -> bool:
 def step_mismatch(
     here: World, call: Call, mine: int, rank: int, theirs: int, number: int = 0, nbytes: int = 0
 ) -> StepMismatch:
-    """Build the error for a rank at another step; or at the same step, but in another call or with a larger message."""
-    more = ""
+    """Build the error for a rank at another place; or at the same one, but in another call or with a larger message."""
+    more, [here_at, there_at] = "", places_named(mine, theirs)
     if mine == theirs:
         more = f" ({call.number} calls since init of {call.nbytes:,} bytes here, and {number} of {nbytes:,} there)"
     return StepMismatch(
-        f"{call.what} {call.index} of the step on {_name(call, here.rank)}: rank {here.rank} is at t={mine}, rank {rank} "
-        f"at t={theirs}{more}; every rank must call the step with the same t, equally often",
+        f"{call.what} {call.index} of the step on {_name(call, here.rank)}: rank {here.rank} is at {here_at}, rank {rank} "
+        f"at {there_at}{more}; every rank must call the step with the same t, equally often, and those of several states in one order",
         worker=here.rank * call.local,
         process=here.rank,
-        step=mine,
+        step=mine % RUN,
         peer=rank,
     )
 
@@ -73,7 +73,7 @@ def outside_error(here: World, call: str, error: RuntimeError, *, listens: bool)
     else:
         why = f"{who} exited"
     where = ", ".join(
-        f"process {gossip.identity.processes[note.rank]} waited in {note.outside or f'its step t={note.steps[-1][1]}'}"
+        f"process {gossip.identity.processes[note.rank]} waited in {note.outside or f'its step t={note.steps[-1][1] % RUN}'}"
         for note in sorted(notes.values())
         if note.outside or note.steps
     )

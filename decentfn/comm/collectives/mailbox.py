@@ -307,5 +307,4 @@ def _neighbors(topology: Topology, rank: int) -> tuple[list[int], list[int]]:
         return others, others
     rounds = [topology.peers(t) for t in (*range(topology.start), *(topology.cycle or ()))]
     hears = {peer for its in rounds for peer in its.sources[rank]}
-    tells = {peer for its in rounds for peer in its.destinations[rank]}
-    return sorted(hears - {-1}), sorted(tells - {-1})
+    return sorted(hears - {-1}), sorted({peer for its in rounds for peer in its.destinations[rank]} - {-1})

@@ -36,15 +36,16 @@ _abandoned: list[Call] = []  # calls whose memory may still be written to
 
 
 @contextmanager
-def whole_step(t: int, *, donated: bool = False) -> Iterator[World]:
+def whole_step(t: int, *, donated: bool = False, run: int = 0) -> Iterator[World]:
     """Context of a step at `t`: raises at the end if a message was lost, and drains the messages of a step that raises.
 
-    Then the next step is refused: the other ranks would misread its messages. `donated`: it overwrites its state.
+    Then the next step is refused: the other ranks would misread its messages. `donated`: it overwrites its state. `run`: the
+    state's (`Plan.run`), not known where processes have changed.
     """
     here, outer = world(), context.step_world
     session, identity = here.session, here.identity
     if identity.size * identity.processes_per_worker > 1:
-        session.enter(t)
+        session.enter(t, 0 if here.hooks.changes else run)
     context.step_world = here
     try:
         if here.hooks is not NO_HOOKS:
@@ -137,7 +138,7 @@ def send(here: World, call: Call, peers: Peers, x: Tensor, slots: int) -> None:
     if here.session.lost is not None:
         call.lost = _NOT_SENT
         return
-    group, tag, index = here.channels.group, call.step % TAGS, 0
+    group, tag, index = here.channels.group, call.place % TAGS, 0
     assert group is not None
     with record_function(f"decentfn::post {call.what} {call.index}"):
         try:
@@ -174,14 +175,14 @@ def reduce(here: World, call: Call, x: Tensor, own: Tensor | None, ranks: list[i
     group = here.channels.subgroup(tuple(ranks))
     try:
         with record_function(f"decentfn::post {call.what} {call.index}"):
-            numbers = [call.step, call.number, x.nbytes]
+            numbers = [call.place, call.number, x.nbytes]
             other = session.board.other_on_board(group, ranks, numbers, x, session.is_running)
             if other is None:
                 call.works.append(group.allreduce([x]))
     except RuntimeError as error:
         return lose_message(here, call, error, call.parts[0].rank)
     if other is not None:
-        return lose_message(here, call, step_mismatch(here, call, call.step, *other), other[0])
+        return lose_message(here, call, step_mismatch(here, call, call.place, *other), other[0])
     share, place = round(2 * len(others) / len(ranks) * x.nbytes), ranks.index(here.identity.rank)
     for counted in here.counters:  # gloo's ring leads backward
         counted.add(here.identity, [ranks[place - 1]], bytes_sent=share)

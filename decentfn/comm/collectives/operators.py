@@ -120,7 +120,7 @@ def _post_kernel(x: Tensor, handle: Tensor, t: Tensor, good: Tensor | None, is_m
         raise lost_message_error(here, here.session.lost)
     call, different = here.session.call(what, number, local)
     if different is not None:  # another rank has made this call at another step
-        lose_message(here, call, step_mismatch(here, call, call.step, *different), different[0])
+        lose_message(here, call, step_mismatch(here, call, call.place, *different), different[0])
     peers = topology.peers(number)
     if is_mean:
         _post_mean(here, call, peers.members or [], x)

@@ -23,8 +23,11 @@ from torch import Tensor
 
 from decentfn.core import log
 
-TAGS = 2**20
-"""Modulus of tags: a message's tag is its step modulo this, so that steps do not mix (NCCL has no tags)."""
+TAGS = 2**31 - 1
+"""Modulus of tags: a message's tag is its step's place modulo this, so that steps do not mix (NCCL has no tags)."""
+
+RUN = 2**50
+"""Distance of two runs: the place of a step, which ranks compare, is t + RUN times its state's `Plan.run`. Tags: 2^19 apart."""
 
 _EVERY = 256  # interval of compared calls, besides calls 1, 2, 4, 8, ...
 
@@ -47,6 +50,7 @@ class Call:
     what: str
     number: int  # number of the call since `init`, from 1
     step: int  # step of the call
+    place: int  # the step among those of all runs
     index: int  # index within the step, from 1: every step makes the same calls in the same order, bucket by bucket
     local: int  # workers in this process
     hears: Any = ()
@@ -72,7 +76,7 @@ class FailureNote(NamedTuple):
 
     rank: int
     calls: int
-    steps: list[tuple[int, int]]  # for each of its last steps, the number of calls before it, and t
+    steps: list[tuple[int, int]]  # for each of its last steps, the number of calls before it, and its place
     peer: int | None  # rank that it waited for
     timed_out: bool
     outside: str | None = None  # call outside steps in which it waited
@@ -90,12 +94,13 @@ class Session:
         """True if each rank counts its own steps (`mailbox.Mailbox`), so that their t is not compared."""
         self.rounds: dict[tuple[int, int], Any] = {}  # rounds of the running step that were found (`lookup.FoundRound`)
         self.at = 0  # running step, or the last one
+        self.place = 0  # its place
         self.before = 0  # number of calls before that step
         self.lost: Lost | None = None
         self.cut_short: tuple[str, BaseException] | None = None
         """Interrupted step (raised after a post) or call outside steps (lost a rank), with its error."""
 
-    def enter(self, t: int) -> None:
+    def enter(self, t: int, run: int = 0) -> None:
         """Begin a step; raise RuntimeError if an earlier one was cut short."""
         if self.cut_short is not None:
             where, error = self.cut_short
@@ -105,8 +110,8 @@ class Session:
                 f"step(state, batch, t): rank {self.board.rank} cannot go on, because its {where} raised "
                 f"{type(error).__name__}: {error}; {lost}. Start the run again, on all ranks."
             ) from error
-        self.is_running, self.at, self.before = True, t, self.calls
-        self.board.steps.append((self.calls, t))
+        self.is_running, self.at, self.place, self.before = True, t, t + RUN * run, self.calls
+        self.board.steps.append((self.calls, self.place))
         self.board.met.clear()
 
     def leave(self) -> None:
@@ -127,10 +132,10 @@ class Session:
         self.board.write(FailureNote(self.board.rank, self.calls, list(self.board.steps), peer, timed_out, outside))
 
     def different(self, note: FailureNote) -> tuple[int, int, int] | None:
-        """Return this rank's step in the last common call, the other rank, and its step; None if the steps agree."""
+        """Return this rank's place in the last common call, the other rank, and its place; None if they agree."""
         common = min(self.calls, note.calls)
         mine, theirs = (
-            next((t for before, t in reversed(steps) if before < common), None)
+            next((place for before, place in reversed(steps) if before < common), None)
             for steps in (self.board.steps, note.steps)
         )
         return None if mine is None or theirs is None or mine == theirs else (mine, note.rank, theirs)
@@ -143,10 +148,15 @@ class Session:
     def call(self, what: str, t: int, local: int = 1) -> tuple[Call, tuple[int, int] | None]:
         """Record an operator's call; return it and, if another rank was at another step, that rank and step."""
         self.calls = calls = self.calls + 1
-        step = self.at if self.is_running else t
-        call = Call(what, calls, step, calls - self.before, local)
-        is_compared = calls % _EVERY == 0 or calls & (calls - 1) == 0
-        return call, self.board.other(calls, step) if is_compared else None
+        place = self.place if self.is_running else t
+        call = Call(what, calls, place % RUN, place, calls - self.before, local)
+        return call, self.board.other(calls, place) if calls % _EVERY == 0 or calls & (calls - 1) == 0 else None
+
+
+def places_named(*places: int) -> list[str]:
+    """Return the names of two places in an error; states are counted by `init`."""
+    are_several = len({place // RUN for place in places}) > 1
+    return [f"t={place % RUN}" + f" of the state of init {place // RUN}" * are_several for place in places]
 
 
 class Board:
@@ -161,15 +171,15 @@ class Board:
         """Groups whose ranks are known to be in this step; the session forgets them when the next one begins."""
         self._means = dict[str, str]()  # of each group, what its last compared call left on the board
 
-    def other(self, calls: int, step: int) -> tuple[int, int] | None:
-        """Return a rank that made this call at another step, and that step."""
-        first = self._ask(lambda store: store.compare_set(f"call {calls}", "", f"{self.rank} {step}"))
+    def other(self, calls: int, place: int) -> tuple[int, int] | None:
+        """Return a rank that made this call at another place, and that place."""
+        first = self._ask(lambda store: store.compare_set(f"call {calls}", "", f"{self.rank} {place}"))
         if calls > _KEPT:
             self._ask(lambda store: store.delete_key(f"call {calls - _KEPT}"))
         if first is None:
             return None
         rank, other = map(int, first.split())
-        return None if other == step else (rank, other)
+        return None if other == place else (rank, other)
 
     def other_in_group(self, group: Any, ranks: Sequence[int], numbers: list[int], x: Tensor) -> list[int] | None:
         """Wait for all ranks of a group; return one whose numbers differ, and its numbers (`_is_compared`)."""

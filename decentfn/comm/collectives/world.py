@@ -61,6 +61,7 @@ class World:
         self.agreed = set[str]()  # lines that describe the algorithms of this run, which all processes have compared
         self.mailbox: Any = None
         """Mail of steps that wait for nobody (`mailbox.Mailbox`), once the `init` of such an algorithm has opened it."""
+        self.runs = 0  # number of runs that the ranks have started together
         self.budgets = 0  # number of budgets that the ranks have counted together (`df.data.until`)
         self.counters: list[Any] = []  # active counters of the traffic; see `communication`
         self.adopted = self.channels.group  # default group that this world was made for

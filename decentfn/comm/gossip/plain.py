@@ -79,8 +79,7 @@ def post(
         messages = flights(collectives.exchange)
     if row.topology.has_groups:
         means = flights(collectives.group_mean)
-    flags = None if good is None else guarding.post_flags(good, row)
-    return Posted(x, sent, messages, means, row, {}, flags)
+    return Posted(x, sent, messages, means, row, {}, None if good is None else guarding.post_flags(good, row))
 
 
 def is_active(topology: Topology, t: Tensor, like: Buckets) -> Tensor:

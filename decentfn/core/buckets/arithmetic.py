@@ -113,8 +113,7 @@ def where(condition: Tensor | Buckets, new: Buckets, old: Buckets) -> Buckets:
 
 def with_own(x: Buckets, own: Buckets) -> Buckets:
     """Return `x`, with those of `own` in place of the buckets that are not shared."""
-    pairs = zip(x, own, x.plan.buckets, strict=True)
-    return Buckets([a if plan.is_shared else b for a, b, plan in pairs], x.plan)
+    return Buckets([a if plan.is_shared else b for a, b, plan in zip(x, own, x.plan.buckets, strict=True)], x.plan)
 
 
 def part_of(x: Buckets, is_shared: bool) -> Buckets:

@@ -129,6 +129,8 @@ class Plan:
     """True if all workers must start with equal parameters, because the algorithm would never make them equal."""
     topology: str | None = field(default=None, compare=False)
     """Description of the run's schedule, equal iff the schedule is; None for other trees than parameters."""
+    run: int = field(default=0, compare=False)
+    """Number of the `init` on these ranks that made the state, from 1: messages of two states never meet. 0: no ranks."""
 
     @constant_while_traced
     def number(self) -> int:

@@ -45,8 +45,7 @@ def moments(grads: Buckets, state: AdamState, b1: float, b2: float) -> AdamState
         return torch.addcmul(torch.mul(v, b2, out=out), g, g, value=1 - b2, out=out)
 
     mu = each(lambda m, g: torch.lerp(m, g.to(m.dtype), 1 - b1, out=into(m)), state.mu, grads)
-    nu = each(square, state.nu, grads)
-    return AdamState(state.count + 1, mu, nu)
+    return AdamState(state.count + 1, mu, each(square, state.nu, grads))
 
 
 class AccumAdamState(NamedTuple):

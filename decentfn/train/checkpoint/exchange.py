@@ -142,8 +142,7 @@ def _with_every_name(module: nn.Module, given: Mapping[str, Any]) -> Mapping[str
     while plain and not plain.keys() & own.keys() and all(name.startswith(_WRAPPED) for name in plain):
         plain = {name.removeprefix(_WRAPPED): x for name, x in plain.items()}
     of_tensor = {id(x): plain[key] for key, (_, x) in own.items() if key in plain}
-    named = {name: plain.pop(key, of_tensor[id(x)]) for key, (name, x) in own.items() if id(x) in of_tensor}
-    return named | plain
+    return {name: plain.pop(key, of_tensor[id(x)]) for key, (name, x) in own.items() if id(x) in of_tensor} | plain
 
 
 def _shards(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
