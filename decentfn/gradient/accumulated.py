@@ -95,10 +95,11 @@ def mean_gradient_of(
     for i, micro in enumerate(micros):
         e = gradient_of(loss_fn, params, kept, micro, scale)
         kept = e.buffers
-        sums = [g.to(wide(g.dtype)) for g in (*e.grads, e.loss)]
+        # New memory: a traced gradient is the derivative of a split.
+        sums = [*[g.to(wide(g.dtype)) for g in e.grads], e.loss.to(wide(e.loss.dtype), copy=True)]
         parts.append(e.aux)
-        total = [x + y for x, y in zip(total, sums, strict=True)] if i else sums
-    *grads, loss = [(x / len(micros)).to(x_of.dtype) for x, x_of in zip(total, (*params, e.loss), strict=True)]
+        total = [x.add_(y) for x, y in zip(total, sums, strict=True)] if i else sums
+    *grads, loss = [x.div_(len(micros)).to(x_of.dtype) for x, x_of in zip(total, (*params, e.loss), strict=True)]
     return Gradient(Buckets(grads, params.plan), loss, stacked(parts), kept)
 
 

@@ -82,6 +82,27 @@ def vmap(function: Callable[..., tuple[Tensor, ...]], randomness: str, *rows: Te
         _c._vmap_decrement_nesting()
 
 
+def grad_and_value(function: Callable[..., Any], x: list[Tensor], given: list[Any]) -> tuple[Any, Any]:
+    """Return `torch.func.grad_and_value(function, has_aux=True)(x, given)`, where aux is (loss, list): without trees."""
+    known = Tensor, int, float, bool, str  # others may be trees to PyTorch
+    if _c is None or torch.compiler.is_dynamo_compiling() or any([type(one) not in known for one in given]):
+        return torch.func.grad_and_value(function, has_aux=True)(x, given)
+    with torch.autograd.graph.disable_saved_tensors_hooks(_NO_HOOKS), torch.enable_grad():
+        level, is_allowed = _c._grad_increment_nesting(), _c.get_inplace_requires_grad_allowed()
+        try:
+            _c.set_inplace_requires_grad_allowed(True)
+            own = [_c._wrap_for_grad(b, level).requires_grad_() for b in x]
+            _c.set_inplace_requires_grad_allowed(is_allowed)
+            given = [_c._wrap_for_grad(y, level) if isinstance(y, Tensor) else y for y in given]
+            scaled, (loss, extras) = function(own, given)
+            found = torch.autograd.grad(scaled, own, create_graph=True, allow_unused=True, materialize_grads=True)
+            found, (loss, *extras) = ([_c._unwrap_for_grad(y, level) for y in of] for of in (found, (loss, *extras)))
+            return found, (scaled, (loss, extras))
+        finally:
+            _c._grad_decrement_nesting()
+
+
+_NO_HOOKS = "torch.func.{grad, vjp, jacrev, hessian} don't yet support saved tensor hooks. Please open an issue with your use case."
 _load = cache(lambda: torch.vmap(torch.clone)(torch.zeros(1)))  # which loads PyTorch's own rules
 
 

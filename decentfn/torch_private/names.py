@@ -55,8 +55,8 @@ PYTREE = Private(
 )
 FUNCTORCH = Private(
     "torch._C._functorch",
-    "know what is batched over simulated workers, read it, and batch operators over them, at little cost",
-    "eager simulated steps are slower",
+    "know what is batched over simulated workers, read it, batch operators over them, and take gradients, at little cost",
+    "eager traced steps are slower",
 )
 _OF_BATCHING = (
     "compile a simulation, and a linear layer, for any size of a batch",

@@ -203,14 +203,13 @@ def resized(fresh: State, rows: State, worker: int = 0) -> State:
     memory = memory_of(rows)  # with masses, by which parameters count, as in `consensus_mean`
     mass = None if memory is None else torch.stack(list(memory.weight))
 
-    def weighed(values: Iterable[Tensor]) -> Iterable[Tensor]:
-        if mass is None:
-            return values
-        return (row.double() * share for row, share in zip(values, mass / mass.mean(), strict=True))
+    def weighed(rule: Rule, rows: Iterable[Tensor]) -> Tensor:
+        shares = () if mass is None else mass / mass.mean()
+        return rule(rows if mass is None else (row.double() * share for row, share in zip(rows, shares, strict=True)))
 
-    x = cast_like(trees.map(lambda rule, values: rule(weighed(values)), rules.params, rows.params), fresh.params)
+    x = cast_like(trees.map(weighed, rules.params, rows.params), fresh.params)
     restart = (fresh.local, restarted(fresh.memory, x))
-    new = State(x, *trees.map(_apply, rules[1:], rows[1:], restart))
+    new = State(x, *trees.map(lambda r, own, s: s.clone() if r is _restart else r(own), rules[1:], rows[1:], restart))
     for (name, leaf), rule, start in zip(
         trees.named_leaves(new), trees.leaves(rules), trees.leaves(fresh), strict=True
     ):
@@ -221,10 +220,6 @@ def resized(fresh: State, rows: State, worker: int = 0) -> State:
                 "start; give it its neighbor's (parameters with df.with_params), or go back to an earlier checkpoint."
             )
     return new
-
-
-def _apply(rule: Rule, rows: Iterable[Tensor], fresh: Tensor) -> Tensor:
-    return fresh.clone() if rule is _restart else rule(rows)
 
 
 def mean(rows: Iterable[Tensor]) -> Tensor:

@@ -190,7 +190,7 @@ def fails_on_one_process(directory):
             saver.save(state, 0)
             saver.wait()
             if world.rank == 3:
-                files.write = lambda path, content: (_ for _ in ()).throw(OSError("the disk is full"))
+                files.write = lambda *_: (_ for _ in ()).throw(OSError("the disk is full"))
             try:
                 saver.save(trained(world, algorithm, state, range(1)), 1)
                 saver.wait()
@@ -218,7 +218,7 @@ def killed_in_a_save(directory):
     saver.save(state, 0)
     saver.wait()
 
-    def half(path, content):
+    def half(path, content, *_):
         path.write_bytes(b"".join(map(bytes, content))[:1000])
         os.kill(os.getpid(), signal.SIGKILL)
 

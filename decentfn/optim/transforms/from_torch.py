@@ -260,7 +260,7 @@ class _Adapter:
         """Return the parameters to evaluate, by the method eval of the optimizer; `back`: those to train, by its train."""
         plan = self.plan(params.plan.number())
         form = self.form(plan, plan.number(), params[0].device)
-        state = trees.fill(form.template, [x.clone() for x in trees.leaves(state)])
+        state = form.structure.unflatten([x.clone() for x in trees.leaves(state)])
         new = Buckets([x.clone() for x in params], plan)
         named = named_leaves(plan, new.leaves())
         options = self.options(int(state.count), named, plan) if form.scheduled else None
@@ -294,7 +294,7 @@ def _kernel(
     with torch.no_grad():
         form = adapter.form(layout, plan, params[0].device)
         for i in range(workers) if workers else [...]:  # [...] is all of a tensor
-            own = trees.fill(form.template, [s[i] for s in state])
+            own = form.structure.unflatten([s[i] for s in state])
             g, x = ([b[i] for b in of] if workers else of for of in (grads, params))
             flags = zip(layout.buckets, g[len(x) :], strict=False)  # if any
             used = [s.numel > 0 and bool(its[s.start]) for bucket, its in flags for s in bucket.segments]

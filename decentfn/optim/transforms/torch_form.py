@@ -141,8 +141,8 @@ class Form:
         ]
         shared = {*self.of_leaves, *self.of_elements}
         self.others = {n: [k for k in own if k not in shared] for n, own in zip(self.names, self.kinds, strict=True)}
-        self.template = trees.enumerate_leaves(self.first_state(ones(plan, self.device)))
-        """Positions of the tensors in a state."""
+        self.structure = trees.flatten(self.first_state(ones(plan, self.device)))[1]
+        """Structure of a state, without its tensors."""
 
     def first_state(self, params: Buckets) -> TorchState:
         """Return a state before the first update, in the layout of `params`; only its learning rates are read."""

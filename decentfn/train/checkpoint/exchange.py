@@ -24,10 +24,11 @@ from decentfn.train.collective_calls import as_path, on_all, on_first
 from decentfn.train.consensus import (
     buffers,
     consensus_buffers,
-    consensus_mean,
     is_stacked,
+    mean_parameters,
     params,
     require_sharded_alike,
+    to_evaluate,
 )
 
 _WRAPPED = "module."
@@ -51,12 +52,12 @@ def state_dict(module: nn.Module, state: State, *, consensus: bool = False) -> d
     rule = "the state is stacked; take one worker's, df.worker(state, i), or the mean of all, consensus=True."
     require(consensus or not is_stacked(state), "state_dict(module, state)", rule)
     require_sharded_alike("state_dict(module, state)", state.params.plan, is_sharded=sharded.is_sharded(module))
-    own = (consensus_mean(state), consensus_buffers(state)) if consensus else (params(state), buffers(state))
-    tensors = _named("state_dict(module, state)", module, *own)
+    x, b = (mean_parameters(state), consensus_buffers(state)) if consensus else (to_evaluate(state), buffers(state))
+    tensors = _named("state_dict(module, state)", module, x.tree(), b)
     if sharded.is_sharded(module):
         sharded.own_shards(module)
         parameters = dict(module.named_parameters())
-        unsharded = sharded.unsharded((p, tensors[name]) for name, p in parameters.items())
+        unsharded = sharded.unsharded((p, tensors[name].clone()) for name, p in parameters.items())
         if collectives.all_processes().process:
             return {}
         return _with_values(module, tensors, dict(zip(parameters, unsharded, strict=True)))
@@ -69,7 +70,7 @@ def state_dict_in_place(module: nn.Module, state: State) -> dict[str, Any]:
     """Return the mean as a state dict whose sharded tensors are DTensors, of this process's shards. Collective."""
     if not sharded.is_sharded(module):
         return state_dict(module, state, consensus=True)
-    tensors = _named("export(path, module, state)", module, consensus_mean(state), consensus_buffers(state))
+    tensors = _named("export(path, module, state)", module, mean_parameters(state).tree(), consensus_buffers(state))
     sharded.own_shards(module)
     placed = {name: sharded.as_placed(p, tensors[name]) for name, p in module.named_parameters()}
     return _with_values(module, tensors, placed)
@@ -263,9 +264,7 @@ def _write(path: Path, named: dict[str, Any], own: dict[str, Any]) -> None:
     _require_tensors(path, named, own)
     first: dict[int, str] = {}
     names = {name: layout.without_compiled(first.setdefault(id(own[name]), name)) for name in named}
-    tied = {
-        layout.without_compiled(name): kept for name, kept in names.items() if layout.without_compiled(name) != kept
-    }
+    tied = {plain: kept for name, kept in names.items() if (plain := layout.without_compiled(name)) != kept}
     kept = {layout.without_compiled(name): named[name].cpu().contiguous() for name in first.values()}
     files.replace(path, layout.encoded(kept, tied=tied))
 

@@ -15,7 +15,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -36,16 +36,16 @@ own: dict[Path, int] = {}
 """Step last restored or saved by this process, by the run's directory, resolved."""
 
 
-def write(path: Path, content: Iterable[memoryview | bytes]) -> tuple[int, str]:
-    """Write a new file and sync it to disk; return its size in bytes and its SHA-256."""
-    size, digest = 0, hashlib.sha256()
+def write(path: Path, content: Iterable[memoryview | bytes], update: Callable[[memoryview], Any] = len) -> int:
+    """Write a new file and sync it to disk; return its size in bytes. The same pass may `update` a digest."""
+    size = 0
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         for part in content:
             view = memoryview(part)
             for first in range(0, len(view), _SLICE):
                 piece = view[first : first + _SLICE]
-                digest.update(piece)
+                update(piece)
                 while len(piece):
                     done = os.write(file, piece)
                     piece, size = piece[done:], size + done
@@ -54,7 +54,7 @@ def write(path: Path, content: Iterable[memoryview | bytes]) -> tuple[int, str]:
         raise OSError(error.errno, f"{error.strerror}, while writing", str(path)) from error
     finally:
         os.close(file)
-    return size, digest.hexdigest()
+    return size
 
 
 def digest_of(path: Path, into: Iterable[tuple[int, memoryview]] = ()) -> tuple[int, str]:
@@ -157,12 +157,6 @@ def best(directory: str | Path) -> Path | None:
     scores = {path: _score(path) for path in reversed(checkpoints(as_path("best(directory)", directory)))}
     known = {path: score for path, score in scores.items() if score is not None}
     return min(known, key=known.__getitem__, default=None)
-
-
-def next_name(directory: Path, step: int) -> str:
-    """Return the name of the next checkpoint."""
-    number = max((number for number, *_ in listed(directory)), default=0) + 1
-    return f"checkpoint-{number:06}-step-{step}"
 
 
 def encode_manifest(content: dict[str, Any]) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import platform
@@ -312,8 +313,9 @@ def _write_own(path: Path, content: _Content) -> dict[str, Any]:
     if not path.exists():
         raise OSError(f"{path}: created by rank 0, but not visible to this process; choose a directory that all share.")
     name = f"process-{collectives.all_processes().rank:05}.safetensors"
-    size, digest = files.write(path / name, layout.encoded(content.tensors | content.loose, content.places))
-    its = {"file": name, "bytes": size, "sha256": digest, "frozen": layout.digests_of(content.frozen)} | content.process
+    encoded, sha = layout.encoded(content.tensors | content.loose, content.places), hashlib.sha256()
+    its = {"file": name, "bytes": files.write(path / name, encoded, sha.update), "sha256": sha.hexdigest()}
+    its |= {"frozen": layout.digests_of(content.frozen)} | content.process
     return {"process": its, "score": content.score, "about": content.about}
 
 
@@ -342,7 +344,8 @@ def _finish(directory: Path, path: Path, told: list[dict[str, Any]], keep: int |
     }
     files.write(path / files.MANIFEST, [files.encode_manifest(content)])
     files.sync_directory(path)
-    name = directory / files.next_name(directory, about["step"])
+    number = max((number for number, *_ in files.listed(directory)), default=0) + 1
+    name = directory / f"checkpoint-{number:06}-step-{about['step']}"
     files.publish(path, name)
     if keep is not None:
         for old in set(files.checkpoints(directory)[:-keep]) - {files.best(directory)}:
