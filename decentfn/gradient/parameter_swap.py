@@ -185,9 +185,7 @@ def put_back(loss_fn: Any, changed: list[str]) -> Iterator[None]:
         yield
     finally:
         pairs = [*zip(tables, before, strict=True)]
-        new = [(k, x) for t, old in pairs for k, x in t.items() if x is not old.get(k)]
-        held = {k for k, x in new for one in contents(x) if isinstance(one() if type(one) is ref else one, Tensor)}
-        changed += sorted(held)
+        changed += sorted({k for t, old in pairs for k, x in t.items() if x is not old.get(k) and _holds_tensors(x)})
         for table, old in pairs if changed else ():
             table.clear()
             table.update(old)
@@ -213,6 +211,11 @@ def turns(loss_fn: Any, kept: list[dict[int, Any]], workers: int) -> Iterator[in
             table.update({key: new[key] for key in outside & new.keys()})
         yield worker
         kept.append({id(table): (table, dict(table)) for table in tables})
+
+
+def _holds_tensors(x: Any) -> bool:
+    """Return True if `x` holds a tensor, or a weak reference to one, at any depth."""
+    return any(isinstance(one() if type(one) is ref else one, Tensor) for one in contents(x))
 
 
 def contents(x: Any) -> Iterator[Any]:

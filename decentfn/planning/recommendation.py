@@ -161,9 +161,13 @@ def _ranked(
         predict = partial(gossip, replace(work, wire=work.nbytes * sent), cluster, is_compressed=True)
         certified = [its for its in certified if its[0].groups is None or its[0].draw is None]
     rows = [*((p, None) for p in found), *((predict(made, facts), made) for made, facts in certified)]
-    spread = lambda p: float("inf") if p.noise_spread is None else p.noise_spread  # noqa: E731
-    rows.sort(key=lambda r: (r[0].seconds, spread(r[0]), -(r[0].gap or 0), r[0].between, r[0].topology != "base"))
+    rows.sort(key=lambda row: (row[0].seconds, *_mixing(row[0]), row[0].between, row[0].topology != "base"))
     return rows
+
+
+def _mixing(p: Prediction) -> tuple[float, float]:
+    """Return the noise spread, infinite if there is none, and the gap, negative: the best mixing is the smallest."""
+    return float("inf") if p.noise_spread is None else p.noise_spread, -(p.gap or 0)
 
 
 def _best(rows: Sequence[tuple[Prediction, Topology | None]]) -> tuple[Prediction, Topology | None]:

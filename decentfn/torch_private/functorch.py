@@ -102,7 +102,7 @@ def grad_and_value(function: Callable[..., Any], x: list[Tensor], given: list[An
             _c._grad_decrement_nesting()
 
 
-_NO_HOOKS = "torch.func.{grad, vjp, jacrev, hessian} don't yet support saved tensor hooks. Please open an issue with your use case."
+_NO_HOOKS = "torch.func's gradients have no saved tensor hooks"
 _load = cache(lambda: torch.vmap(torch.clone)(torch.zeros(1)))  # which loads PyTorch's own rules
 
 

@@ -131,7 +131,7 @@ def compare_steps() -> int:
         with calling("a new board"):
             name = gather_objects(uuid4().hex, here)[0]
         here.become(session=Session(here.rank, PrefixStore(f"decentfn {name}", here.channels.store)))
-        here.runs += 1
+        here.runs = here.runs % 2**12 + 1  # so that places are integers of 64 bits
     return here.runs
 
 

@@ -281,8 +281,7 @@ def partition(transforms: Mapping[Hashable, Any], labels: Callable[[str, tuple[i
         require_pair(f"partition(transforms[{label!r}])", transform)
     require(callable(labels), "partition", "labels are a function (dotted name, shape) -> label.", labels=labels)
     # The groups are disjoint and pass other leaves through, so the order of the transforms does not matter.
-    of = lambda label: lambda name, shape: labels(name, shape) == label  # noqa: E731
-    groups = chain(*(masked(transform, of(label)) for label, transform in transforms.items()))
+    groups = chain(*(masked(transform, _has_label(label, labels)) for label, transform in transforms.items()))
 
     def init(params: Buckets) -> PyTree:
         for bucket in params.plan.buckets:
@@ -294,6 +293,10 @@ def partition(transforms: Mapping[Hashable, Any], labels: Callable[[str, tuple[i
         return groups.init(params)
 
     return _declared(init, groups.update, masks_of(groups), sign_of(groups), groups)
+
+
+def _has_label(label: Hashable, labels: Callable[[str, tuple[int, ...]], Hashable]) -> Mask:
+    return lambda name, shape: labels(name, shape) == label
 
 
 def by_leaf(transform: Any) -> Transform:
