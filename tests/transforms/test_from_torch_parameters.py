@@ -189,6 +189,15 @@ def test_a_leaf_without_a_gradient_is_skipped_as_torch_skips_it(name, second, wo
         torch.testing.assert_close(end[leaf], p.detach(), rtol=0, atol=1e-12 if p.dtype == torch.float64 else 1e-6)
 
 
+def test_whole_buckets_skip_no_leaf():
+    params, buffers, loss_fn = df.functional(Experts(), forward=lambda module, batch: module(batch))
+    optimizer = df.from_torch(lambda named: torch.optim.Adagrad([p for _, p in named]), elementwise=True)
+    loss_fn = df.autograd(loss_fn, skip_unused=True)
+    init, step = df.all_reduce(loss_fn, optimizer, df.topology("complete", 1))
+    with pytest.raises(ValueError, match=r"elementwise=True\): .*skip_unused.*leave elementwise=True out"):
+        step(init(params, buffers), (False, INPUTS), 0)
+
+
 def test_a_compiled_step_skips_leaves_too_and_they_are_evaluated_as_they_are():
     schedule_free = pytest.importorskip("schedulefree")
     batches, net = [(t > 3, INPUTS + t) for t in range(6)], Experts()

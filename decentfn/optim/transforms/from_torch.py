@@ -86,7 +86,11 @@ def from_torch(
             return grads, state
         # Copies, which a donated compiled step does not make: it lets the operator write over the old state.
         new, state = each(torch.clone, params), trees.map(torch.clone, state)
-        used = context.used[-1] if context.used and not elementwise else None
+        used = context.used[-1] if context.used else None
+        rule = (
+            "a bucket is one parameter, and skip_unused of df.autograd leaves out leaves; leave elementwise=True out."
+        )
+        require(used is None or not elementwise, "from_torch(make, elementwise=True)", rule)
         flags = () if used is None else zip(used.plan.buckets, used, strict=True)
         own = [flag for plan, flag in flags if any(plan is bucket for bucket in params.plan.buckets)]  # of a part
         _step([*grads, *own], list(new), trees.leaves(state), handle, _plan_number(number, params.plan.number()), 0)
