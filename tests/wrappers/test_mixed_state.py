@@ -1,11 +1,14 @@
 """`df.mix_state` against a float64 loop of DES-LOC, simulated and on ranks."""
 
+from typing import Any, NamedTuple
+
 import numpy as np
 import pytest
 import torch
 
 import decentfn as df
 from decentfn.core import trees
+from decentfn.core.buckets import Buckets
 from decentfn.testing.ranks import alone_as_rank_of, on_kept_ranks
 from tests.quadratics import batch, flat, loss, problem, start, states
 
@@ -74,6 +77,36 @@ def test_mixing_preserves_the_mean_of_every_mixed_part():
     for one, other in zip(before, after, strict=True):
         torch.testing.assert_close(one.mean(0), other.mean(0), rtol=0, atol=1e-14)
         assert other.std(0).max() < 0.9 * one.std(0).max()
+
+
+def test_a_name_is_a_whole_field_and_a_path_its_end():
+    """Of fields `mu` and `slow_mu` in both parts of `partition`, "mu" is not the other one's end."""
+
+    class Means(NamedTuple):
+        mu: Any
+        slow_mu: Any
+
+    def update(grads, state, params):
+        new = Means(*(trees.map(lambda m, g: m + g, m, grads) for m in state))
+        return trees.map(lambda g: -0.01 * g, grads), new
+
+    transform = df.Transform(lambda x: Means(*(trees.map(torch.zeros_like, x) for _ in range(2))), update)
+    groups = dict.fromkeys(("a", "b"), transform)
+    optimizer = df.transforms.partition(groups, lambda name, shape: "a" if name == "head" else "b")
+    for name, mixed in (
+        ("mu", {("0", "mu"), ("1", "mu")}),
+        ("1.mu", {("1", "mu")}),
+        ("slow_mu", {("0", "slow_mu"), ("1", "slow_mu")}),
+    ):
+        algorithm = df.mix_state(df.adapt_then_combine(loss, optimizer, EVERYONE), {name: EVERYONE})
+        end = states(algorithm, problem(N), 1)[-1]
+        nodes = {
+            tuple(path.split(".")[-2:]): node
+            for path, node in trees.named_leaves(end.local.opt, Buckets)
+            if isinstance(node, Buckets)
+        }
+        assert len(nodes) == 4
+        assert {path for path, node in nodes.items() if all(torch.equal(b[0], b[1]) for b in node)} == mixed
 
 
 def test_what_cannot_be_mixed_is_refused():
