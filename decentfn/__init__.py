@@ -25,6 +25,7 @@ from decentfn.planning import plan
 from decentfn.timing import clock
 from decentfn.topologies import Topology, mixing_matrix, register_topology, topology
 from decentfn.train import checkpoint, data, init, logs, preemption, profiling
+from decentfn.train import consensus as _consensus
 from decentfn.train.changes import learning_rate, resize, set_learning_rate, with_params
 from decentfn.train.checkpoint.exchange import load_state_dict, state_dict
 from decentfn.train.consensus import *
@@ -92,5 +93,5 @@ __all__ = [
 ]
 __all__ += algorithms.__all__
 __all__ += train.__all__
-__all__ += train.consensus.__all__
+__all__ += _consensus.__all__
 __all__ += wrappers.__all__

@@ -245,7 +245,7 @@ def _size(call: str, samples: _Count | None, batch: Any) -> int:
     if samples is not None:
         size: Any = samples(batch)
         size = size.item() if isinstance(size, torch.Tensor) and not size.dim() else size
-        is_number = isinstance(size, Integral) and not isinstance(size, bool) and size >= 0
+        is_number = isinstance(size, Integral) and not isinstance(size, bool) and int(size) >= 0
         rule = f"it returned {brief(size)}; a batch's number of samples is an integer >= 0."
         require(is_number, f"{call}(samples)", rule)
         return int(size)
