@@ -19,6 +19,8 @@ from torch import Tensor
 from decentfn.torch_private.functorch import all_rows, row
 from decentfn.torch_private.names import BATCHING, DECOMPOSITIONS
 
+_leaves: Callable[..., list[Any]] = optree.tree_leaves
+_map: Callable[..., Any] = optree.tree_map
 _aten = torch.ops.aten
 _library = torch.library.Library("aten", "IMPL")
 _library.impl("sym_size.int", lambda x, dim: x.shape[dim], "FuncTorchBatched")  # of a loop over micro-batches
@@ -59,9 +61,9 @@ _WRITTEN_OUT = (
 
 def _of_rows(args: Sequence[Any], compute: Callable[[list[Any]], Any]) -> Any:
     """Return `compute` of the arguments `[N, ...]`, each worker its row of the results."""
-    like = [x for x in optree.tree_leaves(args) if isinstance(x, Tensor)]
-    out = compute(optree.tree_map(lambda x: all_rows(x, *like) if isinstance(x, Tensor) else x, list(args)))
-    return optree.tree_map(lambda x: row(x, *like) if isinstance(x, Tensor) else x, out)
+    like = [x for x in _leaves(args) if isinstance(x, Tensor)]
+    out = compute(_map(lambda x: all_rows(x, *like) if isinstance(x, Tensor) else x, list(args)))
+    return _map(lambda x: row(x, *like) if isinstance(x, Tensor) else x, out)
 
 
 def _moved(op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -114,7 +116,7 @@ def _samples(op: Any, *args: Any, **kwargs: Any) -> Any:
             mask = mask.reshape(mask.shape[0], *[1] * (5 - mask.dim()), *mask.shape[1:])
             kwargs["attn_mask"] = mask.expand(*first, *mask.shape[2:]).flatten(0, 1)
         out = op(*(x.flatten(0, 1) if isinstance(x, Tensor) else x for x in rows), **kwargs)
-        return optree.tree_map(lambda x: x.unflatten(0, first), out)
+        return _map(lambda x: x.unflatten(0, first), out)
 
     return _of_rows([*args, None if shared else mask], compute)
 
@@ -185,7 +187,7 @@ def _embedding_bag(
 
 def _install(op: Any, rule: Callable[..., Any], key: Any, always: bool = False) -> None:
     def batched(*args: Any, **kwargs: Any) -> Any:
-        shapes = [x.shape for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        shapes = [x.shape for x in _leaves((args, kwargs)) if isinstance(x, Tensor)]
         has_symbols = always or any(isinstance(size, torch.SymInt) for shape in shapes for size in shape)
         if shapes[0] and has_symbols and (out := rule(*args, **kwargs)) is not NotImplemented:
             return out
