@@ -269,3 +269,20 @@ def test_an_optimizer_that_counts_its_steps_itself_is_refused():
     )
     with pytest.raises(ValueError, match=r"CountingItself remembers more than .* a step changes its \['steps'\]"):
         init({"w": torch.ones(3)})
+
+
+@pytest.mark.parametrize("rest", [df.sgd(0.1), df.from_torch(lambda params: torch.optim.RMSprop(params, 0.1))])
+def test_a_compiled_step_of_a_partition_equals_the_eager_one_also_of_a_state_made_later(rest):
+    own = df.from_torch(lambda params: torch.optim.Adagrad(params, 0.1))
+    optimizer = df.transforms.partition(
+        {"own": own, "rest": rest}, lambda name, shape: "rest" if name == "b" else "own"
+    )
+    init, step = df.all_reduce(
+        lambda x, y: sum((leaf * leaf).sum() for leaf in x.values()) * y, optimizer, df.topology("complete", 1)
+    )
+    compiled = df.compile(step, backend="aot_eager", donate=False)
+    for size in (1.0, 2.0):  # the plan for which it was compiled is gone
+        state = other = init({"a": torch.full((3,), size), "b": torch.full((2,), size), "c": torch.full((4,), size)})
+        for t in range(3):
+            state, other = compiled(state, torch.ones(()), t)[0], step(other, torch.ones(()), t)[0]
+        torch.testing.assert_close(df.params(state), df.params(other))

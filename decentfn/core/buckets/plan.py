@@ -140,6 +140,16 @@ class Plan:
             vars(self)["equal"] = equal  # which somebody else may drop
         return number
 
+    @constant_while_traced
+    def part(self, taken: tuple[bool, ...]) -> Plan:
+        """Return the plan of the buckets that are taken, whose tree is a dict of leaves by dotted name."""
+        parts = vars(self).setdefault("parts", {})
+        if taken not in parts:
+            plans = tuple(bucket for bucket, take in zip(self.buckets, taken, strict=True) if take)
+            names = [segment.name for bucket in plans for segment in bucket.segments]
+            parts[taken] = replace(self, buckets=plans, template={name: i for i, name in enumerate(names)})
+        return parts[taken]
+
     @property
     def is_sharded(self) -> bool:
         """Return True if the leaves are shards."""

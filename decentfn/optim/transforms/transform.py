@@ -255,11 +255,8 @@ def _answers(plan: Plan, mask: Mask) -> list[bool]:
 
 
 def _take(x: Buckets, taken: list[bool]) -> Buckets:
-    plans = [bucket for bucket, take in zip(x.plan.buckets, taken, strict=True) if take]
-    names = [segment.name for bucket in plans for segment in bucket.segments]
     own = [tensor for tensor, take in zip(x, taken, strict=True) if take]
-    tree = {name: index for index, name in enumerate(names)}
-    return Buckets(own, replace(x.plan, buckets=tuple(plans), template=tree))
+    return Buckets(own, x.plan.part(tuple(taken)))
 
 
 def partition(transforms: Mapping[Hashable, Any], labels: Callable[[str, tuple[int, ...]], Hashable]) -> Transform:
