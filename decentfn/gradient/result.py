@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.func import grad_and_value
 
 from decentfn.core import PyTree, brief, trees
 from decentfn.core.buckets import Buckets, each, global_norm, where, wide
@@ -85,9 +84,11 @@ def nothing_like(x: Tensor) -> Tensor:
 def gradient_of(loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree, scale: Tensor | None) -> Gradient:
     """Compute the gradient of one batch, traced by torch.func; see `evaluate`."""
     structures: list[Any] = []
+    given, inputs = trees.take_apart((buffers, batch))
 
     # Buffers and batch are arguments, not captured: torch.func forbids writing to captured tensors.
-    def loss_of(x: list[Tensor], buffers: PyTree, batch: PyTree) -> tuple[Tensor, tuple[Tensor, list[Tensor]]]:
+    def loss_of(x: list[Tensor], given: list[Any]) -> tuple[Tensor, tuple[Tensor, list[Tensor]]]:
+        buffers, batch = trees.put_together(inputs, given)
         loss, new_buffers, aux = call_loss(loss_fn, Buckets(x, params.plan).tree(), buffers, batch)
         require_graph(loss)
         if not isinstance(loss_fn, ModuleLoss):  # which returns copies; a function may return its batch or a parameter
@@ -99,7 +100,7 @@ def gradient_of(loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree
         scaled = loss if scale is None else loss.to(wide(loss.dtype)) * scale
         return scaled, (loss, extras)
 
-    found, (_, (loss, extras)) = grad_and_value(loss_of, has_aux=True)(list(params.tensors), buffers, batch)
+    found, (_, (loss, extras)) = functorch.grad_and_value(loss_of, list(params.tensors), given)
     grads = Buckets(found, params.plan)
     new_buffers, aux = trees.put_together(structures[0], extras)
     return Gradient(grads if scale is None else unscaled(grads, scale), loss, aux, new_buffers)

@@ -334,7 +334,7 @@ def good_update(u: Buckets, opt: PyTree, old: PyTree, start: Callable[[], PyTree
 
     A bad element keeps its moments from the `old` state; if those were bad before, they are reset to the start's.
     """
-    if collectives.processes_per_worker() == 1 and buckets.known_finite([*u, *trees.leaves(opt)]) is not None:
+    if collectives.processes_per_worker() == 1 and buckets.known_finite([*u, *trees.leaves(opt)]):
         return u, opt
     first, shapes = start(), [b.shape for b in u]
 
