@@ -87,7 +87,7 @@ def gradient_of(loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree
     given, inputs = trees.take_apart((buffers, batch))
 
     # Buffers and batch are arguments, not captured: torch.func forbids writing to captured tensors.
-    def loss_of(x: list[Tensor], given: list[Any]) -> tuple[Tensor, tuple[Tensor, list[Tensor]]]:
+    def loss_of(x: list[Tensor], given: list[Any]) -> tuple[Tensor, list[Tensor]]:
         buffers, batch = trees.put_together(inputs, given)
         loss, new_buffers, aux = call_loss(loss_fn, Buckets(x, params.plan).tree(), buffers, batch)
         require_graph(loss)
@@ -96,11 +96,10 @@ def gradient_of(loss_fn: LossFn, params: Buckets, buffers: PyTree, batch: PyTree
         # torch.func takes tensors only, so the tree around them is stored separately.
         leaves, structure = trees.take_apart((new_buffers, aux))
         structures.append(structure)
-        extras = [_tensor(leaf) for leaf in leaves]
         scaled = loss if scale is None else loss.to(wide(loss.dtype)) * scale
-        return scaled, (loss, extras)
+        return scaled, [loss, *map(_tensor, leaves)]
 
-    found, (_, (loss, extras)) = functorch.grad_and_value(loss_of, list(params.tensors), given)
+    found, (loss, *extras) = functorch.grad(loss_of, list(params.tensors), given)
     grads = Buckets(found, params.plan)
     new_buffers, aux = trees.put_together(structures[0], extras)
     return Gradient(grads if scale is None else unscaled(grads, scale), loss, aux, new_buffers)

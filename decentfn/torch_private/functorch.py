@@ -82,35 +82,29 @@ def vmap(function: Callable[..., tuple[Tensor, ...]], randomness: str, *rows: Te
         _c._vmap_decrement_nesting()
 
 
-def grad_and_value(function: Callable[..., tuple[Tensor, Any]], x: Sequence[Tensor], *others: Sequence[Any]) -> Any:
-    """Return `torch.func.grad_and_value(function, has_aux=True)(x, *others)`, of lists, likewise without trees.
-
-    The function's aux is a pair of a tensor and a list of these.
-    """
+def grad(function: Callable[..., tuple[Tensor, list[Tensor]]], x: list[Tensor], others: list[Any]) -> Any:
+    """Return `torch.func.grad(function, has_aux=True)(x, others)`, likewise without trees."""
     if _c is None or torch.compiler.is_dynamo_compiling():
-        return torch.func.grad_and_value(function, has_aux=True)(x, *others)
+        return torch.func.grad(function, has_aux=True)(x, others)
     level = _c._grad_increment_nesting()
     try:
-        with torch.enable_grad(), torch.autograd.graph.disable_saved_tensors_hooks(_NO_HOOKS):
-            given, *rest = [
-                [_c._wrap_for_grad(one, level) if isinstance(one, Tensor) else one for one in its] for its in (x, *others)
-            ]
-            _c.set_inplace_requires_grad_allowed(True)
-            try:
-                for one in given:
-                    one.requires_grad_()
-            finally:
-                _c.set_inplace_requires_grad_allowed(False)
-            value, (loss, extras) = function(given, *rest)
-            found = torch.autograd.grad(value, given, create_graph=True, retain_graph=False, allow_unused=True)
-            found = [torch.zeros_like(one) if g is None else g for g, one in zip(found, given, strict=True)]
-            found, (value, loss), extras = ([_c._unwrap_for_grad(one, level) for one in its] for its in (found, (value, loss), extras))
-            return found, (value, (loss, extras))
+        with (
+            torch.enable_grad(),
+            torch.autograd.graph.disable_saved_tensors_hooks("torch.func supports no saved tensor hooks"),
+        ):
+            own = [_c._wrap_for_grad(y, level) for y in x]
+            for y in own:
+                y.requires_grad = True
+            given = [_c._wrap_for_grad(y, level) if isinstance(y, Tensor) else y for y in others]
+            value, aux = function(own, given)
+            found = torch.autograd.grad(value, own, create_graph=True, retain_graph=False, allow_unused=True)
+            pairs = zip(found, own, strict=True)
+            found = [_c._unwrap_for_grad(torch.zeros_like(y) if g is None else g, level) for g, y in pairs]
+            return found, [_c._unwrap_for_grad(y, level) for y in aux]
     finally:
         _c._grad_decrement_nesting()
 
 
-_NO_HOOKS = "torch.func traces the gradient, and does not support saved tensor hooks."
 _load = cache(lambda: torch.vmap(torch.clone)(torch.zeros(1)))  # which loads PyTorch's own rules
 
 

@@ -210,7 +210,10 @@ def resized(fresh: State, rows: State, worker: int = 0) -> State:
 
     x = cast_like(trees.map(lambda rule, values: rule(weighed(values)), rules.params, rows.params), fresh.params)
     restart = (fresh.local, restarted(fresh.memory, x))
-    new = State(x, *trees.map(_apply, rules[1:], rows[1:], restart))
+    its = trees.map(
+        lambda rule, rows, start: start.clone() if rule is _restart else rule(rows), rules[1:], rows[1:], restart
+    )
+    new = State(x, *its)
     for (name, leaf), rule, start in zip(
         trees.named_leaves(new), trees.leaves(rules), trees.leaves(fresh), strict=True
     ):
@@ -221,10 +224,6 @@ def resized(fresh: State, rows: State, worker: int = 0) -> State:
                 "start; give it its neighbor's (parameters with df.with_params), or go back to an earlier checkpoint."
             )
     return new
-
-
-def _apply(rule: Rule, rows: Iterable[Tensor], fresh: Tensor) -> Tensor:
-    return fresh.clone() if rule is _restart else rule(rows)
 
 
 def mean(rows: Iterable[Tensor]) -> Tensor:

@@ -156,10 +156,10 @@ def all_finite(x: Buckets) -> Tensor:
 
 def known_finite(tensors: Iterable[Tensor]) -> bool:
     """Return True if a sum, under `vmap` over all workers, shows here that no floating-point value is infinite or NaN."""
-    own = [functorch.unbatched(x) for x in tensors if x.is_floating_point() or x.is_complex()]
+    own = [x for x in tensors if x.is_floating_point() or x.is_complex()]
     if not own or torch.compiler.is_dynamo_compiling() or own[0].device.type != "cpu":
         return False
-    sums = [x.sum() for x in own]
+    sums = [functorch.unbatched(x).sum() for x in own]
     total = sum(sums[1:], sums[0])
     return type(total) is Tensor and math.isfinite(abs(total.item()))
 
