@@ -133,7 +133,7 @@ class Worker:
             new, metrics = result
             return new, metrics._replace(learning_rate=current_rate(new.local.opt))
 
-        is_ours = self._is_own and all(_is_own(x) for x in (self.optimizer, *outer_optimizers))
+        is_ours = self._is_own and all(getattr(x, "is_own", False) for x in (self.optimizer, *outer_optimizers))
         made = replace(
             Step.of(with_rate),
             loss_fn=self.scaling or self.loss_fn,
@@ -208,7 +208,7 @@ class Worker:
         """
         mix = () if posted is None or not self.wants_mix else (gossip.mix_context(posted),)
         named = nullcontext() if torch.compiler.is_dynamo_compiling() else record_function("decentfn::update")
-        overwrites = context.donating is not None and self._is_own and _is_own(self.optimizer)
+        overwrites = context.donating is not None and self._is_own and getattr(self.optimizer, "is_own", False)
         if g.good is not None or g.used is not None or context.guarded:
             overwrites = False  # the old state is read afterwards
         with named, context.having(overwriting=context.donating) if overwrites else nullcontext():
@@ -298,10 +298,6 @@ class Worker:
         return buckets.with_own(buckets.scale(x, share), buckets.scale(x, share != 0))
 
 
-def _is_own(optimizer: Any) -> bool:
-    return getattr(optimizer, "is_own", False)
-
-
 def _after(batch: PyTree, posted: Posted | Sequence[Posted]) -> PyTree:
     """Return the batch; compiled code posts these messages before it uses the batch."""
     several = (posted,) if isinstance(posted, Posted) else posted
@@ -335,7 +331,7 @@ def good_update(u: Buckets, opt: PyTree, old: PyTree, start: Callable[[], PyTree
 
     A bad element keeps its moments from the `old` state; if those were bad before, they are reset to the start's.
     """
-    if collectives.processes_per_worker() == 1 and buckets.known_finite([*u, *trees.leaves(opt)]) is not None:
+    if collectives.processes_per_worker() == 1 and buckets.known_finite([*u, *trees.leaves(opt)]):
         return u, opt
     first, shapes = start(), [b.shape for b in u]
 

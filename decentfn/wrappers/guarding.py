@@ -104,7 +104,7 @@ def _is_bad(checks: Sequence[Tensor], like: Tensor) -> Tensor:
 
 def _finite(new: State, old: State) -> State:
     """Return the new state; bad elements keep their old value, and memory restarts if that is bad too."""
-    if known_finite(trees.leaves((new.params, new.local.buffers, new.memory))) is not None:
+    if known_finite(trees.leaves((new.params, new.local.buffers, new.memory))):
         return new
     memory = new.memory
     first = memory.restart(new.params) if hasattr(memory, "restart") else memory

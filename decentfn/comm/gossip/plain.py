@@ -305,7 +305,7 @@ def _mixed(posted: Posted, index: int, gamma: float | Tensor) -> Tensor:
         if posted.means and posted.sent[index] is not own:  # of a group's mean, the last of the pairs, too
             terms.append(-pairs[-1][0] * sent)
     mixed = functools.reduce(Tensor.add_, [*terms[1:], x], terms[0]) if terms else x  # in the first term's memory
-    if (not isinstance(gamma, Tensor) or functorch.holds(gamma != 0)) and known_finite([before]) is not None:
+    if (not isinstance(gamma, Tensor) or functorch.holds(gamma != 0)) and known_finite([before]):
         return own.clone() if mixed is own else mixed if own.dtype == dtype else mixed.to(own.dtype)
     moves = is_finite(before)  # an infinite value stays, also where all have it: inf - inf is NaN
     return torch.where(moves & (gamma != 0) if isinstance(gamma, Tensor) else moves, mixed, before).to(own.dtype)

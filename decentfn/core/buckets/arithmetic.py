@@ -5,6 +5,7 @@ Computations within a worker, across its processes, are operators of `decentfn.s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -147,19 +148,19 @@ def counted_once(of_buckets: Sequence[Tensor], plan: Plan) -> list[Tensor]:
 
 def all_finite(x: Buckets) -> Tensor:
     """Return True (0-d bool) if `x` has no infinite or NaN value on any process of the worker."""
-    if x.plan.processes == 1 and (good := known_finite(x)) is not None:
-        return good
+    if x.plan.processes == 1 and known_finite(x):
+        return torch.ones_like(x.tensors[0].sum(), dtype=torch.bool)
     return everywhere_within_worker(torch.stack([is_finite(b).all() for b in x]).all(), x.plan.processes)
 
 
-def known_finite(tensors: Iterable[Tensor]) -> Tensor | None:
-    """Return True (0-d bool) if a sum shows here that no floating-point value is infinite or NaN, else None."""
+def known_finite(tensors: Iterable[Tensor]) -> bool:
+    """Return True if a sum, under `vmap` over all workers, shows here that no floating-point value is infinite or NaN."""
     own = [x for x in tensors if x.is_floating_point() or x.is_complex()]
     if not own or torch.compiler.is_dynamo_compiling() or own[0].device.type != "cpu":
-        return None
-    sums = [x.sum() for x in own]
-    good = is_finite(sum(sums[1:], sums[0]))
-    return good if functorch.holds(good) else None
+        return False
+    sums = [functorch.unbatched(x).sum() for x in own]
+    total = sum(sums[1:], sums[0])
+    return type(total) is Tensor and math.isfinite(abs(total.item()))
 
 
 def is_finite(x: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ import math
 import re
 from abc import ABC
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
