@@ -5,6 +5,9 @@ python -m tests.timing.to_accuracy 0 1                digits to 93 %: seeds 0 an
 python -m tests.timing.to_accuracy 0 equal            equal workers alone
 python -m tests.timing.to_accuracy 0 language         a language model to 3.6 bits per byte
 
+A step's gradient takes 0.1 s: its own computation, and a sleep for the rest; a slow worker's takes 0.3 s. Each method has its
+own learning rate on language (tests/timing/rates.py found them), and the same on digits.
+
 Each rank keeps its parameters; their mean at every 0.1 s is evaluated afterwards, the language model's at every 0.5 s.
 """
 
@@ -31,7 +34,8 @@ import skewed_digits
 N, COMPUTE_S, SLOWER = 4, 0.1, 3
 MOMENTUM = (lambda params, rate: torch.optim.SGD(params, rate, momentum=0.9), lambda rate: df.sgd(rate, momentum=0.9))
 ADAM = (lambda params, rate: torch.optim.AdamW(params, rate), lambda rate: df.adamw(rate, weight_decay=0.01))
-TUNED = {"asynchronous": (5.6e-3, 60), "gossip": (2e-3, 0), "DDP": (2e-3, 0)}
+ONE_PEER = "one-peer-exp"
+TUNED = {"asynchronous": ("static-exp", 4e-3, 60), "gossip": (ONE_PEER, 2e-3, 0), "DDP": ("complete", 2e-3, 0)}
 METHODS = {"asynchronous": df.asynchronous_gradient_push, "gossip": df.adapt_while_communicate, "DDP": None}
 
 
@@ -43,7 +47,9 @@ class Task(NamedTuple):
     score: Callable[[torch.nn.Module], float]
     target: float
     optimizers: tuple[Callable[..., torch.optim.Optimizer], Callable[..., Any]]  # PyTorch's and this library's
-    rates: dict[str, tuple[float, int]]  # of each method: the peak, and the updates of the linear warm-up to it
+    settings: dict[
+        str, tuple[str, float, int]
+    ]  # of each method: topology, peak rate, updates of the linear warm-up to it
     every_s: float  # between two evaluations
     in_a_row: int
     seconds: dict[str, float]
@@ -111,7 +117,7 @@ TASKS = {
         accuracy,
         0.93,
         MOMENTUM,
-        dict.fromkeys(METHODS, (0.05, 0)),
+        dict.fromkeys(METHODS, (ONE_PEER, 0.05, 0)),
         0.1,
         5,
         {"equal": 20.0, "one slow": 45.0},
@@ -122,11 +128,11 @@ TASKS = {
 
 def steps_of(task, method, seed, compute):
     """A function that takes a step, and returns this rank's parameters after it."""
-    module, (peak, warmup) = task.module(seed), task.rates[method]
+    module, (schedule, peak, warmup) = task.module(seed), task.settings[method]
     if METHODS[method] is None:
         both = DistributedDataParallel(module)
         optimizer = task.optimizers[0](module.parameters(), peak)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: min(1.0, k / warmup) if warmup else 1.0)
+        rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: min(1.0, k / warmup) if warmup else 1.0)
 
         def by_torch(batch, t):
             optimizer.zero_grad()
@@ -134,7 +140,7 @@ def steps_of(task, method, seed, compute):
             compute()
             loss.backward()
             optimizer.step()
-            schedule.step()
+            rate.step()
             return {name: x.detach().clone() for name, x in module.named_parameters()}
 
         return by_torch
@@ -147,7 +153,7 @@ def steps_of(task, method, seed, compute):
         return of_module(params, buffers, (batch, None))
 
     optimizer = task.optimizers[1](df.schedules.linear(0.0, peak, warmup) if warmup else peak)
-    init, step = METHODS[method](loss, optimizer, df.topology("one-peer-exp", N))
+    init, step = METHODS[method](loss, optimizer, df.topology(schedule, N))
     state = init(params, buffers)
 
     def take(batch, t):
