@@ -35,7 +35,7 @@ N, COMPUTE_S, SLOWER = 4, 0.1, 3
 MOMENTUM = (lambda params, rate: torch.optim.SGD(params, rate, momentum=0.9), lambda rate: df.sgd(rate, momentum=0.9))
 ADAM = (lambda params, rate: torch.optim.AdamW(params, rate), lambda rate: df.adamw(rate, weight_decay=0.01))
 ONE_PEER = "one-peer-exp"
-TUNED = {"asynchronous": ("static-exp", 4e-3, 60), "gossip": (ONE_PEER, 2e-3, 0), "DDP": ("complete", 2e-3, 0)}
+TUNED = {"asynchronous": (ONE_PEER, 4e-3, 60), "gossip": (ONE_PEER, 2e-3, 0), "DDP": ("complete", 2e-3, 0)}
 METHODS = {"asynchronous": df.asynchronous_gradient_push, "gossip": df.adapt_while_communicate, "DDP": None}
 
 
