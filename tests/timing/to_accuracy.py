@@ -5,6 +5,9 @@ python -m tests.timing.to_accuracy 0 1                digits to 93 %: seeds 0 an
 python -m tests.timing.to_accuracy 0 equal            equal workers alone
 python -m tests.timing.to_accuracy 0 language         a language model to 3.6 bits per byte
 
+A step's gradient takes 0.1 s: its own computation, and a sleep for the rest; a slow worker's takes 0.3 s. Each method has its
+own learning rate on language (tests/timing/rates.py found them), and the same on digits.
+
 Each rank keeps its parameters; their mean at every 0.1 s is evaluated afterwards, the language model's at every 0.5 s.
 """
 
@@ -29,8 +32,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import skewed_digits
 
 N, COMPUTE_S, SLOWER = 4, 0.1, 3
-MOMENTUM = (lambda params: torch.optim.SGD(params, 0.05, momentum=0.9), df.sgd(0.05, momentum=0.9))
-ADAM = (lambda params: torch.optim.AdamW(params, 2e-3), df.adamw(2e-3, weight_decay=0.01))
+MOMENTUM = (lambda params, rate: torch.optim.SGD(params, rate, momentum=0.9), lambda rate: df.sgd(rate, momentum=0.9))
+ADAM = (lambda params, rate: torch.optim.AdamW(params, rate), lambda rate: df.adamw(rate, weight_decay=0.01))
+ONE_PEER = "one-peer-exp"
+TUNED = {"asynchronous": (ONE_PEER, 4e-3, 60), "gossip": (ONE_PEER, 2e-3, 0), "DDP": ("complete", 2e-3, 0)}
 METHODS = {"asynchronous": df.asynchronous_gradient_push, "gossip": df.adapt_while_communicate, "DDP": None}
 
 
@@ -41,7 +46,10 @@ class Task(NamedTuple):
     batches: Callable[[int, int], Iterator[Any]]  # of a seed and a rank
     score: Callable[[torch.nn.Module], float]
     target: float
-    optimizers: tuple[Callable[..., torch.optim.Optimizer], Any]  # PyTorch's and this library's
+    optimizers: tuple[Callable[..., torch.optim.Optimizer], Callable[..., Any]]  # PyTorch's and this library's
+    settings: dict[
+        str, tuple[str, float, int]
+    ]  # of each method: topology, peak rate, updates of the linear warm-up to it
     every_s: float  # between two evaluations
     in_a_row: int
     seconds: dict[str, float]
@@ -103,17 +111,28 @@ def minus_bits(module):
 
 
 TASKS = {
-    "digits": Task(Digits, digits_of, accuracy, 0.93, MOMENTUM, 0.1, 5, {"equal": 20.0, "one slow": 45.0}),
-    "language": Task(Language, text_of, minus_bits, -3.6, ADAM, 0.5, 2, {"equal": 40.0, "one slow": 90.0}),
+    "digits": Task(
+        Digits,
+        digits_of,
+        accuracy,
+        0.93,
+        MOMENTUM,
+        dict.fromkeys(METHODS, (ONE_PEER, 0.05, 0)),
+        0.1,
+        5,
+        {"equal": 20.0, "one slow": 45.0},
+    ),
+    "language": Task(Language, text_of, minus_bits, -3.6, ADAM, TUNED, 0.5, 2, {"equal": 30.0, "one slow": 60.0}),
 }
 
 
 def steps_of(task, method, seed, compute):
     """A function that takes a step, and returns this rank's parameters after it."""
-    module = task.module(seed)
+    module, (schedule, peak, warmup) = task.module(seed), task.settings[method]
     if METHODS[method] is None:
         both = DistributedDataParallel(module)
-        optimizer = task.optimizers[0](module.parameters())
+        optimizer = task.optimizers[0](module.parameters(), peak)
+        rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: min(1.0, k / warmup) if warmup else 1.0)
 
         def by_torch(batch, t):
             optimizer.zero_grad()
@@ -121,6 +140,7 @@ def steps_of(task, method, seed, compute):
             compute()
             loss.backward()
             optimizer.step()
+            rate.step()
             return {name: x.detach().clone() for name, x in module.named_parameters()}
 
         return by_torch
@@ -132,7 +152,8 @@ def steps_of(task, method, seed, compute):
         compute()
         return of_module(params, buffers, (batch, None))
 
-    init, step = METHODS[method](loss, task.optimizers[1], df.topology("one-peer-exp", N))
+    optimizer = task.optimizers[1](df.schedules.linear(0.0, peak, warmup) if warmup else peak)
+    init, step = METHODS[method](loss, optimizer, df.topology(schedule, N))
     state = init(params, buffers)
 
     def take(batch, t):
@@ -143,13 +164,23 @@ def steps_of(task, method, seed, compute):
     return take
 
 
+def of_a_gradient(module, batch):
+    """Seconds of this process for a gradient: with a sleep for the rest, a slow worker's is SLOWER times a fast one's."""
+    took = []
+    for _ in range(5):
+        began = time.thread_time()
+        module(batch).backward()
+        took.append(time.thread_time() - began)
+    return min(took)
+
+
 def run(name, method, seed, where):
     torch.set_num_threads(1)
     task, rank = TASKS[name], dist.get_rank()
-    sleeps = COMPUTE_S * (SLOWER if where == "one slow" and rank == N - 1 else 1)
-    take = steps_of(task, method, seed, lambda: time.sleep(sleeps))
     batches = task.batches(seed, rank)
-    next(batches)  # reads the data
+    seconds = COMPUTE_S * (SLOWER if where == "one slow" and rank == N - 1 else 1)
+    sleeps = max(0.0, seconds - of_a_gradient(task.module(seed), next(batches)))
+    take = steps_of(task, method, seed, lambda: time.sleep(sleeps))
     dist.barrier()
     began, found = time.perf_counter(), []
     if method == "asynchronous":
