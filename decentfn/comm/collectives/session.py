@@ -173,11 +173,14 @@ class Board:
 
     def other(self, calls: int, place: int) -> tuple[int, int] | None:
         """Return a rank that made this call at another place, and that place."""
-        first = self._ask(lambda store: store.compare_set(f"call {calls}", "", f"{self.rank} {place}"))
-        if calls > _KEPT:
-            self._ask(lambda store: store.delete_key(f"call {calls - _KEPT}"))
-        if first is None:
+        if self.store is None:
             return None
+        try:
+            first = self.store.compare_set(f"call {calls}", "", f"{self.rank} {place}")
+            if calls > _KEPT:
+                self.store.delete_key(f"call {calls - _KEPT}")
+        except RuntimeError as error:
+            return self._lose(error)
         rank, other = map(int, first.split())
         return None if other == place else (rank, other)
 

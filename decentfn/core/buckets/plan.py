@@ -132,6 +132,9 @@ class Plan:
     run: int = field(default=0, compare=False)
     """Number of the `init` on these ranks that made the state, from 1: messages of two states never meet. 0: no ranks."""
 
+    part_of: tuple[Plan, tuple[bool, ...]] | None = field(default=None, compare=False, repr=False)
+    """The plan of all leaves of which this one is a part, and which of its buckets; None: it is no part."""
+
     @constant_while_traced
     def number(self) -> int:
         """Return the number under which `by_handle` finds an equal plan, while this one lives: operators take integers."""
@@ -140,15 +143,20 @@ class Plan:
             vars(self)["equal"] = equal  # which somebody else may drop
         return number
 
-    @constant_while_traced
     def part(self, taken: tuple[bool, ...]) -> Plan:
         """Return the plan of the buckets that are taken, whose tree is a dict of leaves by dotted name."""
-        parts = vars(self).setdefault("parts", {})
-        if taken not in parts:
-            plans = tuple(bucket for bucket, take in zip(self.buckets, taken, strict=True) if take)
-            names = [segment.name for bucket in plans for segment in bucket.segments]
-            parts[taken] = replace(self, buckets=plans, template={name: i for i, name in enumerate(names)})
-        return parts[taken]
+        plans = tuple([bucket for bucket, take in zip(self.buckets, taken, strict=True) if take])
+        names = [segment.name for bucket in plans for segment in bucket.segments]
+        whole, outer = self.part_of or (self, (True,) * len(taken))
+        own = iter(taken)
+        its = tuple([is_in and next(own) for is_in in outer])
+        tree = {name: index for index, name in enumerate(names)}
+        return replace(self, buckets=plans, template=tree, part_of=(whole, its))
+
+    @constant_while_traced
+    def number_of_part(self, taken: tuple[bool, ...]) -> int:
+        """Return `number` of a part, which traced code makes again in each step."""
+        return vars(self).setdefault("parts", {}).setdefault(taken, self.part(taken)).number()
 
     @property
     def is_sharded(self) -> bool:
