@@ -108,4 +108,5 @@ def beer(
             compressor that is no contraction.
     """
     kit.require_compressor("beer", compressor, gamma, options)
-    return compressed_tracking("beer", kit.Worker(loss_fn, optimizer, topology, **options), compressor, gamma, 1.0)
+    worker = kit.Worker(loss_fn, optimizer, topology, **options)
+    return compressed_tracking("beer", worker, compressor, gamma, 1.0)

@@ -98,6 +98,7 @@ def decentlam(
             lost = (d - eta * beta * m) - (new.to(half.dtype) - half)
             return (beta * m - (u + d + repay * lost) * per_eta).to(m.dtype)
 
-        return kit.State(new, local, Memory(kit.each(momentum, m, u, pull, half, stored))), g.metrics
+        m_new = kit.each(momentum, m, u, pull, half, stored)
+        return kit.State(new, local, Memory(m_new)), g.metrics
 
     return worker.algorithm(step, Memory.restart)

@@ -318,7 +318,8 @@ class Fragments(Feedback):
     def mask(self, like: kit.Buckets, due: Tensor) -> kit.Buckets:
         """Return a mask of the elements whose fragment is due, [P] bool."""
         pairs = zip(due.unbind(), self.split(list(like)), strict=True)
-        return self.join([[due.expand(piece.shape) for piece in fragment] for due, fragment in pairs], like.plan)
+        slices = [[due.expand(piece.shape) for piece in fragment] for due, fragment in pairs]
+        return self.join(slices, like.plan)
 
     def weighted(self, x: kit.Buckets, w: Tensor, counts: Tensor, t: Tensor) -> tuple[kit.Buckets, Tensor, Tensor]:
         """Return `x w / mean_j w_j` of each fragment, where w is not 0; and the share of the workers that count, [P].

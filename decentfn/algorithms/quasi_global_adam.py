@@ -96,6 +96,7 @@ def quasi_global_adam(
         d = in_parts(normalized, moved)
         m_new = kit.each(lambda m, d: b1 * m + (1 - b1) * d, m, d)
         v_new = kit.each(lambda v, d: b2 * v + (1 - b2) * d**2, v, d)
-        return kit.State(mixed, local, g.keep(Memory(m_new, v_new, count + 1), state.memory)), g.metrics
+        memory = g.keep(Memory(m_new, v_new, count + 1), state.memory)
+        return kit.State(mixed, local, memory), g.metrics
 
     return worker.algorithm(step, Memory.restart)

@@ -54,7 +54,8 @@ def sparta(
     def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:
         g, local = worker.gradient(state.params, state.local, batch, t)
         u, local = worker.update(g.grads, g, local, state.params)
-        return kit.State(mix_some(worker, kit.add(state.params, u), t, fraction, seed), local), g.metrics
+        x = mix_some(worker, kit.add(state.params, u), t, fraction, seed)
+        return kit.State(x, local), g.metrics
 
     return worker.algorithm(step, whole_buckets=True)
 

@@ -111,4 +111,5 @@ def streaming_diloco(
         return kit.where(mask, theta_new, theta), Memory(phi, b, waiting, waits, error)
 
     schedules = (*loop.launches, *arrivals)
-    return loop.algorithm(rounds(worker, schedules, outer, post=loop.launch if delay else None), start, schedules)
+    step = rounds(worker, schedules, outer, post=loop.launch if delay else None)
+    return loop.algorithm(step, start, schedules)

@@ -100,7 +100,8 @@ def quantize(bits: int = 8, *, chunk: int | None = None, stochastic: bool = Fals
         return _from_variance(excess(plan)) if stochastic else 1 / (1 + excess(plan))
 
     name = f"quantize(bits={bits}, chunk={length}, stochastic={stochastic}, seed={seed})"
-    return _rounding(name, bits, levels, length, lambda rows: rows.abs().amax(1), delta, seed if stochastic else None)
+    drawn_by = seed if stochastic else None
+    return _rounding(name, bits, levels, length, lambda rows: rows.abs().amax(1), delta, drawn_by)
 
 
 @checks_arguments(RULES)

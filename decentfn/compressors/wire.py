@@ -26,10 +26,14 @@ def split(message: Tensor, fields: list[tuple[int, torch.dtype]]) -> list[Tensor
     return [piece.view(dtype) if count else piece.to(dtype) for piece, count, dtype in fresh]
 
 
+def _placed_kernel(values: Tensor, places: Tensor, numel: int) -> Tensor:
+    # Add, because a message of zeros (an idle slot) may name one place many times.
+    return values.new_zeros((*values.shape[:-1], numel)).scatter_add_(-1, places.long(), values)
+
+
 placed = operator(
     "placed(Tensor values, Tensor places, int numel) -> Tensor",
-    # Adds, because a message of zeros (an idle slot) may name one place many times.
-    lambda values, places, numel: values.new_zeros((*values.shape[:-1], numel)).scatter_add_(-1, places.long(), values),
+    _placed_kernel,
     lambda values, places, numel: values.new_empty((*values.shape[:-1], numel)),
     ("values", "places"),
 )

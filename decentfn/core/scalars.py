@@ -121,7 +121,8 @@ class Numbers:
 
     def vector(self, token: Tensor) -> Tensor:
         """Return the numbers as a vector, float64 on the token's device; compute with it, it is not a copy."""
-        return self._values if token.device.type == "cpu" else _numbers(token, self._handle, len(self._values))
+        is_here = token.device.type == "cpu"
+        return self._values if is_here else _numbers(token, self._handle, len(self._values))
 
     def there(self, device: torch.device) -> Tensor:
         """Return the numbers on a device."""

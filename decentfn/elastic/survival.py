@@ -305,7 +305,8 @@ def _mean(x: Buckets) -> Buckets:
     """Average what is shared over all workers in float64, and round once."""
 
     def one(b: Tensor) -> Tensor:
-        return collectives.process_mean(b.double().view(-1, b.shape[-1]).mean(0)).to(b.dtype).expand_as(b).clone()
+        rows = b.double().view(-1, b.shape[-1])
+        return collectives.process_mean(rows.mean(0)).to(b.dtype).expand_as(b).clone()
 
     return Buckets([one(b) if plan.is_shared else b for b, plan in zip(x, x.plan.buckets, strict=True)], x.plan)
 

@@ -163,4 +163,5 @@ def from_rounds(
 def like(topology: Topology, round_of: Callable[[Tensor], Round], name: str | None = None, **changes: Any) -> Topology:
     """Make the schedule of these rounds that repeats, groups and needs push-sum as another one does, but for the changes."""
     same = {name: getattr(topology, name) for name in ("period", "groups", "needs_push_sum", "start")} | changes
-    return from_rounds(name or topology.name, len(round_of(torch.tensor(0)).sources), round_of, **same)
+    n = len(round_of(torch.tensor(0)).sources)
+    return from_rounds(name or topology.name, n, round_of, **same)

@@ -44,7 +44,8 @@ def one_peer_exp_directed(num_workers: int) -> Topology:
     >>> one_peer_exp_directed(8).period
     3
     """
-    return from_shifts("one-peer-exp-directed", [{2**k: 0.5} for k in range(_digits(num_workers, 2))], num_workers)
+    rounds = [{2**k: 0.5} for k in range(_digits(num_workers, 2))]
+    return from_shifts("one-peer-exp-directed", rounds, num_workers)
 
 
 @register_topology("p-peer-exp")

@@ -203,11 +203,12 @@ def resized(fresh: State, rows: State, worker: int = 0) -> State:
     memory = memory_of(rows)  # with masses, by which parameters count, as in `consensus_mean`
     mass = None if memory is None else torch.stack(list(memory.weight))
 
-    def weighed(rule: Rule, rows: Iterable[Tensor]) -> Tensor:
-        shares = () if mass is None else mass / mass.mean()
-        return rule(rows if mass is None else (row.double() * share for row, share in zip(rows, shares, strict=True)))
+    def weighed(values: Iterable[Tensor]) -> Iterable[Tensor]:
+        if mass is None:
+            return values
+        return (row.double() * share for row, share in zip(values, mass / mass.mean(), strict=True))
 
-    x = cast_like(trees.map(weighed, rules.params, rows.params), fresh.params)
+    x = cast_like(trees.map(lambda rule, values: rule(weighed(values)), rules.params, rows.params), fresh.params)
     restart = (fresh.local, restarted(fresh.memory, x))
     new = State(x, *trees.map(lambda r, own, s: s.clone() if r is _restart else r(own), rules[1:], rows[1:], restart))
     for (name, leaf), rule, start in zip(

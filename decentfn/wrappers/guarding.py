@@ -90,7 +90,8 @@ def guard(algorithm: Algorithm, limit: int = 20) -> Algorithm:
             collectives.cut_short(int(t), error)
             raise error
 
-    return algorithm._replace(init=start, step=step.transformed("guard", run=run, check=check, watch=watch))
+    guarded = step.transformed("guard", run=run, check=check, watch=watch)
+    return algorithm._replace(init=start, step=guarded)
 
 
 def _with(state: State, counts: Guarded | None) -> State:

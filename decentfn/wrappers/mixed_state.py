@@ -82,7 +82,8 @@ def mix_state(algorithm: Algorithm, schedules: Mapping[str, Topology]) -> Algori
             its = next(mixed)
             return node if its is None else gossip.collect(its)
 
-        return state._replace(local=state.local._replace(opt=trees.map_nodes(Buckets, mix, state.local.opt))), metrics
+        opt = trees.map_nodes(Buckets, mix, state.local.opt)
+        return state._replace(local=state.local._replace(opt=opt)), metrics
 
     return algorithm._replace(init=start, step=replace(step, run=run))
 

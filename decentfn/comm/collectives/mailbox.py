@@ -307,4 +307,5 @@ def _neighbors(topology: Topology, rank: int) -> tuple[list[int], list[int]]:
         return others, others
     rounds = [topology.peers(t) for t in (*range(topology.start), *(topology.cycle or ()))]
     hears = {peer for its in rounds for peer in its.sources[rank]}
-    return sorted(hears - {-1}), sorted({peer for its in rounds for peer in its.destinations[rank]} - {-1})
+    tells = {peer for its in rounds for peer in its.destinations[rank]}
+    return sorted(hears - {-1}), sorted(tells - {-1})

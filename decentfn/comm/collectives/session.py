@@ -150,7 +150,8 @@ class Session:
         self.calls = calls = self.calls + 1
         place = self.place if self.is_running else t
         call = Call(what, calls, place % RUN, place, calls - self.before, local)
-        return call, self.board.other(calls, place) if calls % _EVERY == 0 or calls & (calls - 1) == 0 else None
+        is_compared = calls % _EVERY == 0 or calls & (calls - 1) == 0
+        return call, self.board.other(calls, place) if is_compared else None
 
 
 def places_named(*places: int) -> list[str]:

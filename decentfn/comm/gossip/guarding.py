@@ -55,7 +55,7 @@ def are_finite(x: Iterable[Tensor]) -> Tensor:
     """Return True (0-d bool) if the tensors have no infinite or NaN value on any process of this worker."""
     size, x = collectives.processes_per_worker(), list(x)
     if size == 1 and buckets.known_finite(x):
-        return torch.ones_like(x[0].sum(), dtype=torch.bool)
+        return x[0].new_ones((), dtype=torch.bool)
     # Counted in floating point, like a norm: Inductor does both in the loop that writes the values.
     bad = [torch.where(buckets.is_finite(b), 0.0, 1.0).sum() for b in x]
     return once(buckets.sum_within_worker(torch.stack(bad).sum(), size) == 0)

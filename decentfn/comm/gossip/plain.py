@@ -79,7 +79,8 @@ def post(
         messages = flights(collectives.exchange)
     if row.topology.has_groups:
         means = flights(collectives.group_mean)
-    return Posted(x, sent, messages, means, row, {}, None if good is None else guarding.post_flags(good, row))
+    flags = None if good is None else guarding.post_flags(good, row)
+    return Posted(x, sent, messages, means, row, {}, flags)
 
 
 def is_active(topology: Topology, t: Tensor, like: Buckets) -> Tensor:

@@ -114,7 +114,8 @@ def where(condition: Tensor | Buckets, new: Buckets, old: Buckets) -> Buckets:
 
 def with_own(x: Buckets, own: Buckets) -> Buckets:
     """Return `x`, with those of `own` in place of the buckets that are not shared."""
-    return Buckets([a if plan.is_shared else b for a, b, plan in zip(x, own, x.plan.buckets, strict=True)], x.plan)
+    pairs = zip(x, own, x.plan.buckets, strict=True)
+    return Buckets([a if plan.is_shared else b for a, b, plan in pairs], x.plan)
 
 
 def part_of(x: Buckets, is_shared: bool) -> Buckets:
@@ -149,7 +150,7 @@ def counted_once(of_buckets: Sequence[Tensor], plan: Plan) -> list[Tensor]:
 def all_finite(x: Buckets) -> Tensor:
     """Return True (0-d bool) if `x` has no infinite or NaN value on any process of the worker."""
     if x.plan.processes == 1 and known_finite(x):
-        return torch.ones_like(x.tensors[0].sum(), dtype=torch.bool)
+        return x.tensors[0].new_ones((), dtype=torch.bool)
     return everywhere_within_worker(torch.stack([is_finite(b).all() for b in x]).all(), x.plan.processes)
 
 

@@ -131,16 +131,21 @@ class Plan:
     """Description of the run's schedule, equal iff the schedule is; None for other trees than parameters."""
     run: int = field(default=0, compare=False)
     """Number of the `init` on these ranks that made the state, from 1: messages of two states never meet. 0: no ranks."""
-
     part_of: tuple[Plan, tuple[bool, ...]] | None = field(default=None, compare=False, repr=False)
     """The plan of all leaves of which this one is a part, and which of its buckets; None: it is no part."""
 
-    @constant_while_traced
     def number(self) -> int:
         """Return the number under which `by_handle` finds an equal plan, while this one lives: operators take integers."""
-        number = number_of(self)
-        if (equal := by_handle(number)) is not self:
-            vars(self)["equal"] = equal  # which somebody else may drop
+        whole, taken = self.part_of or (self, None)
+        return whole.number_of_part(taken)
+
+    @constant_while_traced
+    def number_of_part(self, taken: tuple[bool, ...] | None) -> int:
+        """Return the number of a part, which traced code makes again in each step; None: of the whole."""
+        plan = self if taken is None else vars(self).setdefault("parts", {}).setdefault(taken, self.part(taken))
+        number = number_of(plan)
+        if (equal := by_handle(number)) is not plan:
+            vars(plan)["equal"] = equal  # which somebody else may drop
         return number
 
     def part(self, taken: tuple[bool, ...]) -> Plan:
@@ -152,11 +157,6 @@ class Plan:
         its = tuple([is_in and next(own) for is_in in outer])
         tree = {name: index for index, name in enumerate(names)}
         return replace(self, buckets=plans, template=tree, part_of=(whole, its))
-
-    @constant_while_traced
-    def number_of_part(self, taken: tuple[bool, ...]) -> int:
-        """Return `number` of a part, which traced code makes again in each step."""
-        return vars(self).setdefault("parts", {}).setdefault(taken, self.part(taken)).number()
 
     @property
     def is_sharded(self) -> bool:

@@ -93,9 +93,7 @@ def from_torch(
         require(used is None or not elementwise, "from_torch(make, elementwise=True)", rule)
         flags = () if used is None else zip(used.plan.buckets, used, strict=True)
         own = [flag for plan, flag in flags if any(plan is bucket for bucket in params.plan.buckets)]  # of a part
-        plan = params.plan
-        layout = plan.number() if plan.part_of is None else plan.part_of[0].number_of_part(plan.part_of[1])
-        _step([*grads, *own], list(new), trees.leaves(state), handle, _plan_number(number, layout), 0)
+        _step([*grads, *own], list(new), trees.leaves(state), handle, _plan_number(number, params.plan.number()), 0)
         return each(lambda y, x: (y.to(wide(y.dtype)) - x.to(wide(x.dtype))).to(x.dtype), new, params), state
 
     made = descending(init, update)

@@ -45,7 +45,8 @@ def moments(grads: Buckets, state: AdamState, b1: float, b2: float) -> AdamState
         return torch.addcmul(torch.mul(v, b2, out=out), g, g, value=1 - b2, out=out)
 
     mu = each(lambda m, g: torch.lerp(m, g.to(m.dtype), 1 - b1, out=into(m)), state.mu, grads)
-    return AdamState(state.count + 1, mu, each(square, state.nu, grads))
+    nu = each(square, state.nu, grads)
+    return AdamState(state.count + 1, mu, nu)
 
 
 class AccumAdamState(NamedTuple):

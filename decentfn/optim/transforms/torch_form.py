@@ -25,9 +25,23 @@ TRIALS = 8
 """Steps from which a form is learned; prodigyopt 1.1.2 changes its estimate in the fifth."""
 
 
-_GATHERED = ["allgather_", "_allgather_base_", "allgather_coalesced_", "allgather_into_tensor_coalesced_"]
-_REDUCED = ["reduce_", "reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"]
-_OTHERS = ["allreduce_", "allreduce_coalesced_", "broadcast_", "alltoall_", "alltoall_base_", "send", "recv_"]
+_MESSAGES = [
+    "allreduce_",
+    "allreduce_coalesced_",
+    "allgather_",
+    "_allgather_base_",
+    "allgather_coalesced_",
+    "allgather_into_tensor_coalesced_",
+    "reduce_",
+    "reduce_scatter_",
+    "_reduce_scatter_base_",
+    "reduce_scatter_tensor_coalesced_",
+    "broadcast_",
+    "alltoall_",
+    "alltoall_base_",
+    "send",
+    "recv_",
+]
 
 
 class TorchState(NamedTuple):
@@ -238,11 +252,7 @@ def sends(optimizer: Any, named: Named, grads: Buckets) -> bool:
     sent, c10d = list[int](), torch.ops.c10d
     for (_, p), g in zip(named, grads.leaves(), strict=True):
         p.grad = g
-    counted = {
-        getattr(c10d, name): lambda *_, **__: sent.append(1) or 0
-        for name in (*_GATHERED, *_REDUCED, *_OTHERS)
-        if hasattr(c10d, name)
-    }
+    counted = {getattr(c10d, name): lambda *_, **__: sent.append(1) or 0 for name in _MESSAGES if hasattr(c10d, name)}
     watched = FlopCounterMode(display=False, custom_mapping=counted)
     # A compiled function that runs in such a mode would never be compiled again. PyTorch keeps stance and mode for the process
     # and restores what was found: of two threads at once, the second would leave the first one's, and nothing would compile.

@@ -338,7 +338,8 @@ def _flatten_like(x: Buckets, tree: PyTree) -> Buckets:
     positions, values = trees.leaves(x.plan.template), trees.leaves(tree)
     rule = f"update returned {len(values)} leaves for {len(positions)} parameters; updates are a tree like these."
     require(len(positions) == len(values), "by_leaf(transform)", rule)
-    return cast_like(Buckets(x.plan.lay_out(tree, tuple(x[0].shape[:-1]) if len(x) else ()), x.plan), x)
+    vectors = x.plan.lay_out(tree, tuple(x[0].shape[:-1]) if len(x) else ())
+    return cast_like(Buckets(vectors, x.plan), x)
 
 
 def not_bias_or_norm(name: str, shape: tuple[int, ...]) -> bool:

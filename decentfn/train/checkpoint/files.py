@@ -159,6 +159,12 @@ def best(directory: str | Path) -> Path | None:
     return min(known, key=known.__getitem__, default=None)
 
 
+def next_name(directory: Path, step: int) -> str:
+    """Return the name of the next checkpoint."""
+    number = max((number for number, *_ in listed(directory)), default=0) + 1
+    return f"checkpoint-{number:06}-step-{step}"
+
+
 def encode_manifest(content: dict[str, Any]) -> bytes:
     """Encode a manifest with its own digest."""
     return _text(content | {"digest": hashlib.sha256(_text(content)).hexdigest()})

@@ -344,8 +344,7 @@ def _finish(directory: Path, path: Path, told: list[dict[str, Any]], keep: int |
     }
     files.write(path / files.MANIFEST, [files.encode_manifest(content)])
     files.sync_directory(path)
-    number = max((number for number, *_ in files.listed(directory)), default=0) + 1
-    name = directory / f"checkpoint-{number:06}-step-{about['step']}"
+    name = directory / files.next_name(directory, about["step"])
     files.publish(path, name)
     if keep is not None:
         for old in set(files.checkpoints(directory)[:-keep]) - {files.best(directory)}:
