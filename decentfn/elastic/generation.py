@@ -105,7 +105,12 @@ class Generation(Hooks):
         self.missed = step
 
     def before_step(self, t: int) -> None:
-        """Begin the sum over all."""
+        """Begin the sum over all. Refuse another step after a change: nobody has reset what its state knows of other workers."""
+        if self._sum is None and self.changes:
+            raise ValueError(
+                f"step(state, batch, t={t}): the workers have changed, and of this run only the step of df.survive goes on; end the "
+                "program, and restart both from a checkpoint (docs/restarts.md)."
+            )
         group = self.world.channels.group
         if self._sum is not None and group is not None:
             with self._taking(t):

@@ -287,6 +287,27 @@ def test_one_worker_is_left_of_four():
     assert on_ranks(4, train, "gossip", {0: 2, 1: 4, 2: 4})[3][-1][2] == 1
 
 
+def test_another_step_of_the_run_is_refused_once_a_worker_is_lost():
+    """Its tracker holds the lost worker's gradient: it would go on to another minimum, in silence."""
+
+    def train_two(rank):
+        (init, step), (init_other, other) = (ALGORITHMS[name](loss_fn, 4) for name in ("gossip", "tracking"))
+        step = df.survive(step)
+        state, second = init(start_params(rank, "gossip")), init_other(start_params(rank, "tracking"))
+        for t in range(4):
+            if rank == 3 and t == 2:
+                leave(step)
+                return None
+            state, _ = step(state, gradient(rank, t), t)
+            if t < 2:
+                second, _ = other(second, gradient(rank, t), t)
+        with pytest.raises(ValueError, match="only the step of df.survive goes on"):
+            other(second, gradient(rank, 2), 2)
+        return int(step(state, gradient(rank, 4), 4)[0].params.taken_at)
+
+    assert on_ranks(4, train_two) == [4, 4, 4, None]
+
+
 def test_what_cannot_be_survived_is_refused():
     init, step = ALGORITHMS["gossip"](loss_fn, 4)
     for call in (lambda: df.survive(df.donate(step)), lambda: df.survive(df.compile(step)), lambda: df.survive(1)):
