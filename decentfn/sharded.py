@@ -121,7 +121,7 @@ def is_sharded(module: nn.Module) -> bool:
     """Return True if a part of the module is sharded over processes."""
     if "torch.distributed.tensor" not in sys.modules:
         return False
-    return any(map(is_fully_sharded, module.modules())) or any(map(_is_placed, module.parameters()))
+    return any(map(is_fully_sharded, module.modules())) or any(map(is_placed, module.parameters()))
 
 
 def require_unwrapped(module: nn.Module) -> None:
@@ -146,10 +146,10 @@ def require_unwrapped(module: nn.Module) -> None:
 
 def local(x: Tensor) -> Tensor:
     """Return this process's shard of a parameter as a view; a plain tensor is returned unchanged."""
-    return x.to_local() if _is_placed(x) else x
+    return x.to_local() if is_placed(x) else x
 
 
-def _is_placed(x: object) -> TypeGuard[Any]:
+def is_placed(x: object) -> TypeGuard[Any]:
     """Return True for a DTensor."""
     return hasattr(x, "device_mesh")
 
@@ -187,12 +187,12 @@ def partition_of(module: nn.Module) -> Partition:
     own_shards(module)
     mine = here.mesh["shard"].mesh.flatten().tolist()
     has_shards = any(map(is_fully_sharded, module.modules()))
-    meshes = [p.device_mesh for p in module.parameters() if _is_placed(p)]
+    meshes = [p.device_mesh for p in module.parameters() if is_placed(p)]
     tp_size = max((mesh.shape[-1] for mesh in meshes if mesh.ndim == 2), default=1) if has_shards else len(mine)
     of_other_tp_groups = mine[here.process % tp_size :: tp_size]  # with this one's index in its own group
     common = set[str]()
     for name, p in module.named_parameters():
-        if not _is_placed(p):
+        if not is_placed(p):
             if has_shards:
                 raise ValueError(
                     f"{call}: parameter {name!r} is whole on every process and others are sharded; call fully_shard on the "
@@ -216,7 +216,7 @@ def partition_of(module: nn.Module) -> Partition:
             )
         if any(placement.is_replicate() for placement in p.placements) or has_shards and is_one_axis and tp_size > 1:
             common.add(name)
-    strange = [name for name, b in module.named_buffers() if _is_placed(b)]
+    strange = [name for name, b in module.named_buffers() if is_placed(b)]
     require(not strange, call, f"the buffers {brief(strange)} are DTensors; give their modules no parallel style.")
     found = [(name, _offset(p), p.shape) for name, p in module.named_parameters()]
     places = tuple((name, Place(tuple(shape), offset)) for name, offset, shape in found if offset is not None)
@@ -233,13 +233,13 @@ def own_shards(module: nn.Module) -> None:
 
 def leave(module: nn.Module) -> None:
     """Close the module's connections: the other processes fail in it at once instead of waiting for this one."""
-    meshes = {p.device_mesh for p in module.parameters() if _is_placed(p)}
+    meshes = {p.device_mesh for p in module.parameters() if is_placed(p)}
     close([group for mesh in meshes for group in mesh.get_all_groups()])
 
 
 def placed_like(grad: Tensor, p: nn.Parameter) -> Tensor:
     """Return this process's shard of a parameter's gradient as a view, after any pending sum."""
-    return local(grad.redistribute(placements=p.placements) if _is_placed(grad) and _is_placed(p) else grad)
+    return local(grad.redistribute(placements=p.placements) if is_placed(grad) and is_placed(p) else grad)
 
 
 def unsharded(shards: Iterable[tuple[nn.Parameter, Tensor]]) -> list[Tensor | None]:
@@ -260,7 +260,7 @@ def as_placed(p: nn.Parameter, shard: Tensor) -> Tensor:
     """Return this process's shard as a DTensor placed like the parameter; itself if the parameter is not sharded."""
     from torch.distributed.tensor import DTensor
 
-    if not _is_placed(p):
+    if not is_placed(p):
         return shard
     return DTensor.from_local(shard, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
@@ -291,4 +291,4 @@ def _own_processes(here: World) -> range:
 
 def _offset(p: Tensor) -> tuple[int, ...] | None:
     """Return the offset of this process's shard; None if the tensor is not sharded."""
-    return offset_of_shard(p) if _is_placed(p) else None
+    return offset_of_shard(p) if is_placed(p) else None

@@ -111,7 +111,8 @@ def worker_seed(seed: int, worker: int, t: int = 0) -> int:
         t: the step, if every step has its own generator; then no generator state needs saving.
 
     Returns:
-        An integer in [0, 2^63) for `torch.Generator().manual_seed`; close arguments, too, give unrelated draws.
+        An integer in [0, 2^63) for `torch.Generator().manual_seed`; close arguments, too, give unrelated draws. PyTorch's
+        CPU generator reads its low 32 bits (2.13), so of 10,000 generators two draw the same numbers with a chance of 1 %.
 
     >>> draw = torch.Generator().manual_seed(worker_seed(0, worker=3, t=7))
     """

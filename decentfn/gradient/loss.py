@@ -161,6 +161,11 @@ def in_mode(module: nn.Module) -> Iterator[None]:
 
 def scalar(loss: Any) -> Tensor:
     """Return the loss as a 0-d tensor, or raise ValueError unless it has one element."""
+    if type(loss) is not Tensor and sharded.is_placed(loss):
+        raise ValueError(
+            "loss_fn returned a DTensor, as its predictions are one, and the gradient of some losses of sharded predictions is "
+            "wrong (mse_loss, torch 2.13); make them whole before the loss: predictions.full_tensor()."
+        )
     if isinstance(loss, torch.Tensor) and loss.is_floating_point():
         loss = trees.unclassed(loss)
         if not loss.dim():

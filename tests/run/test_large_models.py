@@ -526,6 +526,12 @@ def mistakes():
         algorithm = make(df.autograd(loss_fn), optimizer(), ring)
         note("start", algorithm.init, {name: leaf + world.process for name, leaf in params.items()}, buffers)
         note("batch", algorithm.step, algorithm.init(params, buffers), batch(world.worker, world.process, 0), 0)
+        apart = parallelize_module(
+            nn.Sequential(nn.Linear(7, 4)), world.mesh["shard"], {"0": ColwiseParallel(use_local_output=False)}
+        )
+        in_parts = df.functional(apart, lambda predictions, targets: predictions.square().mean())
+        made = make(df.autograd(in_parts[2]), optimizer(), ring)
+        note("DTensor", made.step, made.init(*in_parts[:2]), batch(world.worker, 0, 0), 0)
         norm = {"0": ColwiseParallel(), "1": SequenceParallel()}
         strange = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
         note("strange", df.functional, parallelize_module(strange, world.mesh["shard"], norm), loss)
@@ -599,6 +605,7 @@ def test_what_is_not_there_is_said_on_every_rank(four):
         "plain": "a worker is 2 processes, and PyTorch shards a module over them: fully_shard(module, ",
         "tensor": "the gradient of a sharded module is PyTorch's own; write df.autograd(loss_fn)",
         "batch": "compute one batch together: draw it by world.worker",
+        "DTensor": "make them whole before the loss: predictions.full_tensor()",
         "strange": "are DTensors",
         "mesh": "is sharded over processes [0, 1, 2, 3]",
         "2-D": "(a mesh of 2 axes)",
