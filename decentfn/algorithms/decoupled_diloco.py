@@ -99,8 +99,8 @@ def decoupled_diloco(
     require(quorum <= n, "decoupled_diloco", f"there are {n} workers; take a smaller quorum.", quorum=quorum)
     require(arrives is None or takes(arrives, 2), "decoupled_diloco", "a function (t, worker).", arrives=arrives)
     outer_optimizer = nesterov("decoupled_diloco", outer_learning_rate, outer_momentum, outer_optimizer)
-    feedback = compressor, error_decay, worker, options, True
-    loop = Fragments("decoupled_diloco", num_fragments, inner_steps, outer_optimizer, *feedback)
+    feedback = compressor, error_decay, worker, True
+    loop = Fragments("decoupled_diloco", inner_steps, num_fragments, outer_optimizer, *feedback)
 
     def start(x: kit.Buckets) -> Memory:
         return Memory(kit.copy_wide(x), loop.init(x), no_weight(x, loop.count), no_weight(x, loop.count), loop.start(x))
@@ -122,4 +122,4 @@ def decoupled_diloco(
         return kit.where(loop.mask(phi, mine), phi, theta), Memory(phi, b, tokens, steps, error)
 
     step = rounds(worker, loop.launches, outer, weight=kit.as_weight("decoupled_diloco", weight), count=count)
-    return loop.algorithm(step, start, loop.launches)
+    return loop.algorithm(step, start, loop.launches, outer_optimizers=(outer_optimizer,))

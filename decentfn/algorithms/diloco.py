@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.outer import Feedback, after_steps, local_steps, nesterov, no_weight
+from decentfn.algorithms.outer import Means, local_steps, nesterov, no_weight
 from decentfn.algorithms.sparta import mix_some
 from decentfn.core.arguments import real, require
 
@@ -96,20 +96,18 @@ def diloco(
     """
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
     weigh = kit.as_weight("diloco", weight)
-    kit.require_whole("diloco", inner_steps=inner_steps)
     require(0 <= real("diloco", "fraction", fraction) <= 1, "diloco", "the fraction lies in [0, 1].", fraction=fraction)
     outer_optimizer = nesterov("diloco", outer_learning_rate, outer_momentum, outer_optimizer)
-    feedback = Feedback("diloco", compressor, error_decay, worker, options, sends_progress=weight is not None)
-    schedule = after_steps(inner_steps, feedback.everyone)
+    means = Means("diloco", inner_steps, compressor, error_decay, worker, weight is not None)
 
     def start(x: kit.Buckets) -> Memory:
         phi = kit.copy_wide(x)
         own = None if weight is None else no_weight(x)
-        return Memory(phi, outer_optimizer.init(phi), own, feedback.start(x))
+        return Memory(phi, outer_optimizer.init(phi), own, means.start(x))
 
     def outer(theta: kit.Buckets, memory: Memory, t: Tensor) -> tuple[kit.Buckets, Memory]:
         phi, b, own, error = memory
-        delta, error = feedback.outer_gradient(phi, theta, error, schedule, t, own)
+        delta, error = means.outer_gradient(phi, theta, error, t, own)
         u, b = outer_optimizer.update(delta, b, phi)
         phi = kit.add(phi, u)
         return phi, Memory(phi, b, None if own is None else torch.zeros_like(own), error)
@@ -117,6 +115,6 @@ def diloco(
     def mix(theta: kit.Buckets, t: Tensor) -> kit.Buckets:
         return mix_some(worker, theta, t, fraction, seed, worker.everyone) if fraction else theta
 
-    step = local_steps(worker, schedule, outer, weight=weigh, mix=mix)
-    whole = feedback.is_on or fraction > 0
-    return feedback.algorithm(step, start, (schedule,), whole_buckets=whole, outer_optimizers=(outer_optimizer,))
+    step = local_steps(worker, means.schedule, outer, weight=weigh, mix=mix)
+    whole = means.is_on or fraction > 0
+    return means.algorithm(step, start, (means.schedule,), whole_buckets=whole, outer_optimizers=(outer_optimizer,))

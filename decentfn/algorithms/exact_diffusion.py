@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, Unpack
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.comm import gossip
 
 
 class Memory(NamedTuple):
@@ -66,7 +65,7 @@ def corrected(
         u, local = worker.update(g.grads, g, local, x)
         phi = kit.each(lambda x, u, c: x.to(c.dtype) + u + c, x, u, c)
         posted = worker.post(phi, t, schedule)
-        pull, phi = gossip.exact_difference(posted, gamma), kit.repaired(posted, phi)  # W̄ φ - φ
+        pull, phi = kit.difference(posted, gamma, exact=True), kit.repaired(posted, phi)  # W̄ φ - φ
         x_next = kit.each(lambda phi, d, x: (phi + d).to(x.dtype), phi, pull, x)
         return kit.State(x_next, local, memory(kit.add(c, pull))), g.metrics
 

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, Unpack
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.comm import gossip
 
 
 class Memory(NamedTuple):
@@ -55,7 +54,7 @@ def extra(loss_fn: kit.LossFn, optimizer: Any, topology: kit.Topology, **options
         posted = worker.post(x, t)
         g, local = worker.gradient(x, state.local, batch, t, after=posted)
         u, local = worker.update(g.grads, g, local, x, posted=posted)
-        pull, x = gossip.exact_difference(posted, after=g.grads), kit.repaired(posted, x)  # W x - x
+        pull, x = kit.difference(posted, after=g.grads, exact=True), kit.repaired(posted, x)  # W x - x
         p_next = kit.each(lambda p, d: p - d / 2, p, pull)
         x_next = kit.each(lambda x, d, u, p: (x.to(d.dtype) + d + u - p).to(x.dtype), x, pull, u, p)
         return kit.State(x_next, local, Memory(p_next)), g.metrics

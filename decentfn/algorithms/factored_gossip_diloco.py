@@ -60,8 +60,7 @@ def factored_gossip_diloco(
         inner_steps: H; the outer step follows steps H-1, 2H-1, …
         outer_optimizer: a pair `(init, update)` that sees Δ as the gradient and φ as the parameters, in float32 or wider;
             None is DiLoCo's, `df.sgd(0.7, momentum=0.9, nesterov=True)`.
-        compressor: C of both payloads, each with its own error feedback: x + (W - I) q in place of W x, which keeps the mean for
-            every C. They are parameters, so C is precise, δ >= 1/2: `df.compressors.quantize()`, 8 bits.
+        compressor: C of both payloads, each with its own error feedback; as for `noloco`.
         error_decay: decay of the errors, in [0, 1].
         options: `bucket_mb`, `wire_dtype`, `shared`; see `Options`.
 
@@ -70,7 +69,7 @@ def factored_gossip_diloco(
     """
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
     kit.require_whole("factored_gossip_diloco", inner_steps=inner_steps)
-    feedback = Feedback("factored_gossip_diloco", compressor, error_decay, worker, options)
+    feedback = Feedback("factored_gossip_diloco", compressor, error_decay, worker)
     first, second = (feedback.with_peers(inner_steps, nth_round(k, 2, topology)) for k in range(2))
     schedule = after_steps(inner_steps, worker.everyone)  # is active even if W₁ or W₂ is idle
     outer_optimizer = sgd(0.7, momentum=0.9, nesterov=True) if outer_optimizer is None else outer_optimizer
@@ -87,12 +86,9 @@ def factored_gossip_diloco(
 
     def start(x: kit.Buckets) -> Memory:
         phi = kit.copy_wide(x)
-        return Memory(
-            phi, outer_optimizer.init(phi), (feedback.start(x, with_peers=True), feedback.start(x, with_peers=True))
-        )
+        errors = tuple(feedback.start(x, with_peers=True) for _ in range(2))
+        return Memory(phi, outer_optimizer.init(phi), errors)
 
     step = local_steps(worker, schedule, outer, post=post)
-    outer_optimizers = (outer_optimizer,)
-    return worker.algorithm(
-        step, start, schedules=(schedule,), outer_optimizers=outer_optimizers, whole_buckets=feedback.is_on
-    )
+    its = {"outer_optimizers": (outer_optimizer,), "whole_buckets": feedback.is_on}
+    return worker.algorithm(step, start, schedules=(schedule,), **its)

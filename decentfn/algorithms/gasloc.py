@@ -74,8 +74,7 @@ def gasloc(
         gossip_step: α in (0, 1]; the larger γ, or the longer the period of links that change (`one-peer-exp` of 64), the
             smaller. On static undirected ones 1 is safe, too.
         gossip_rounds: R >= 1; more than one are fast gossip averaging, on one symmetric mixing matrix (`kit.Worker.mix`).
-        compressor: C of the payload, with error feedback: x + (W - I) q in place of W x, which keeps the mean for every C. A
-            payload has the size of parameters, so C is precise, δ >= 1/2: `df.compressors.quantize()`, 8 bits.
+        compressor: C of the payload, with error feedback; as for `noloco`.
         error_decay: decay of the error, in [0, 1].
         options: `bucket_mb`, `wire_dtype`, `shared`; see `Options`.
 
@@ -100,7 +99,7 @@ def gasloc(
     call = f"gasloc(gossip_step={gossip_step}, outer_momentum={outer_momentum})"
     way_out = "use 'random-matching' or a static undirected topology, a smaller gossip_step, or outer_momentum=0"
     kit.require_settling(call, topology, free, way_out, gossip_rounds)
-    feedback = Feedback("gasloc", compressor, error_decay, worker, options)
+    feedback = Feedback("gasloc", compressor, error_decay, worker)
     schedule, due = feedback.with_peers(max(steps), topology), after_steps(max(steps), worker.everyone)  # also if idle
     rate = kit.as_input("gasloc", "outer_learning_rate", outer_learning_rate)
     momentum = kit.as_input("gasloc", "outer_momentum", outer_momentum)

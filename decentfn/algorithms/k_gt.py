@@ -20,7 +20,6 @@ from torch import Tensor
 
 from decentfn import kit
 from decentfn.algorithms.outer import after_steps, local_steps, progress
-from decentfn.comm import gossip
 from decentfn.core.arguments import require
 
 
@@ -66,17 +65,15 @@ def k_gt(
     kit.require_positive("k_gt", outer_learning_rate=outer_learning_rate)
     rule = "a correction is of K steps, so the topology must mix in every round; for fewer rounds use a larger inner_steps."
     require(all(map(topology.is_active, topology.steps())), "k_gt", rule, topology=topology)
-    rate, schedule = (
-        kit.as_input("k_gt", "outer_learning_rate", outer_learning_rate),
-        after_steps(inner_steps, topology),
-    )
+    rate = kit.as_input("k_gt", "outer_learning_rate", outer_learning_rate)
+    schedule = after_steps(inner_steps, topology)
 
     def outer(x: kit.Buckets, memory: Memory, t: Tensor) -> tuple[kit.Buckets, Memory]:
         (phi, c), eta = memory, kit.at(rate, t, memory.phi)
         moved = progress(phi, x)  # K z
         posted_z = worker.post(kit.each(lambda moved: moved / inner_steps, moved), t, schedule)
         posted_x = worker.post(kit.each(lambda phi, moved: phi - eta * moved, phi, moved), t, schedule)
-        c = kit.add(c, gossip.exact_difference(posted_z))
+        c = kit.add(c, kit.difference(posted_z, exact=True))
         phi = kit.collect(posted_x)
         return phi, Memory(phi, c)
 

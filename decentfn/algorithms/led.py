@@ -19,7 +19,6 @@ from torch import Tensor
 
 from decentfn import kit
 from decentfn.algorithms.outer import after_steps, local_steps
-from decentfn.comm import gossip
 from decentfn.core.arguments import real, require
 
 
@@ -81,7 +80,7 @@ def led(
 
     def outer(x: kit.Buckets, memory: Memory, t: Tensor) -> tuple[kit.Buckets, Memory]:
         posted = worker.post(kit.widen(x), t, schedule)
-        pull = gossip.exact_difference(posted)  # (W - I) x
+        pull = kit.difference(posted, exact=True)  # (W - I) x
         x = kit.each(lambda x, pull: x.to(pull.dtype) + pull, kit.repaired(posted, kit.widen(x)), pull)
         return x, Memory(x, kit.each(torch.sub, memory.y, pull))
 

@@ -45,7 +45,7 @@ class Mail:
         rule = f"a self-weight of {smallest:g}: a worker would give all of its mass away, and divide by nothing; use positive ones."
         require(smallest > 0, call, rule, topology=topology.name)
         rule = "mail carries all parameters; leave it out, or use stochastic_gradient_push."
-        require(worker.shared is None, call, rule, shared=worker.shared)
+        require(worker.options["shared"] is None, call, rule, shared=worker.options["shared"])
         rule = "the processes of a worker would take different mail; each worker is one process."
         require(worker.partition.processes == 1, call, rule, processes_per_worker=worker.partition.processes)
         rule = "df.dynamic_loss_scale(agree=True) needs all workers in the same step; pass agree=False, a scale for each worker."

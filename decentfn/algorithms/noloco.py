@@ -85,7 +85,7 @@ def noloco(
     topologies = "use a topology such as 'random-matching' or 'one-peer-exp', or a smaller alpha"
     way_out = f"use gamma <= {1 + alpha:g}" if gamma > 1 + alpha else topologies
     kit.require_settling(f"noloco(alpha={alpha}, gamma={gamma})", topology, free, way_out, gossip_rounds)
-    feedback = Feedback("noloco", compressor, error_decay, worker, options)
+    feedback = Feedback("noloco", compressor, error_decay, worker)
     schedule, gamma_input = feedback.with_peers(inner_steps, topology), kit.as_input("noloco", "gamma", gamma)
 
     def outer(theta: kit.Buckets, memory: Memory, t: Tensor) -> tuple[kit.Buckets, Memory]:

@@ -7,7 +7,7 @@ which it `rests` leaves the memory as it is and is compiled separately: one grap
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -142,31 +142,21 @@ def nesterov(call: str, rate: float, momentum: float, given: Any = None) -> Any:
 
 
 class Feedback:
-    """Mean or mix of a payload, compressed with error feedback: `e ← β e + Δ; q = C(e); e ← e - q`.
+    """Mix of a payload, compressed with error feedback: `e ← β e + Δ; q = C(e); e ← e - q`.
 
     With β = 1 nothing is lost: what was sent and what e holds add up to all that was to be sent. Without a compressor, or
-    with `identity()`, which leaves no error, the worker's own mean and mix are taken, and e is None.
+    with `identity()`, which leaves no error, the worker's own mix is taken, and e is None.
     """
 
-    def __init__(
-        self,
-        call: str,
-        compressor: kit.Compressor | None,
-        decay: float,
-        worker: kit.Worker,
-        options: Mapping[str, Any],
-        sends_progress: bool = False,
-    ) -> None:
+    def __init__(self, call: str, compressor: kit.Compressor | None, decay: float, worker: kit.Worker) -> None:
         if compressor is not None:
-            kit.require_compressor(call, compressor, 1.0, options)
+            kit.require_compressor(call, compressor, 1.0, worker.options)
             rule = "a compressed message is mixed once; leave gossip_rounds out."
             require(worker.gossip_rounds == 1, call, rule, gossip_rounds=worker.gossip_rounds)
         kit.require_fractions(call, error_decay=decay)
         self._call, self._worker, self._decay = call, worker, kit.as_input(call, "error_decay", decay)
         self.compressor = None if compressor is None or compressor.name == "identity()" else compressor
         self.is_on = self.compressor is not None
-        self.everyone = all_to_all(worker.topology.num_workers) if self.is_on else worker.everyone
-        self.sends_progress = sends_progress or self.is_on or worker.wire_dtype is not None
 
     def start(self, x: kit.Buckets, with_peers: bool = False) -> kit.Buckets | None:
         """Return the first e; raise ValueError if peers receive the payload and its compressor has δ < 1/2."""
@@ -179,34 +169,6 @@ class Feedback:
     def with_peers(self, inner_steps: int, topology: kit.Topology) -> kit.Topology:
         """Return the schedule of rounds with peers; compressed values cannot be averaged in groups."""
         return after_steps(inner_steps, as_messages(topology) if self.is_on else topology)
-
-    def to_send(self, phi: kit.Buckets, theta: kit.Buckets) -> kit.Buckets:
-        """Return a worker's contribution to Δ: θ, or φ - θ if what is sent is rounded, weighted or compressed.
-
-        The mean of θ also corrects unequal starts, but rounding θ would hide small progress.
-        """
-        return progress(phi, theta) if self.sends_progress else theta
-
-    def of_mean(self, phi: kit.Buckets, mean: kit.Buckets) -> kit.Buckets:
-        """Return `Δ = φ - mean_i θ_i` from the mean of the contributions."""
-        return kit.each(lambda phi, m: m.to(phi.dtype), phi, mean) if self.sends_progress else progress(phi, mean)
-
-    def outer_gradient(
-        self,
-        phi: kit.Buckets,
-        theta: kit.Buckets,
-        e: kit.Buckets | None,
-        schedule: kit.Topology,
-        t: Tensor,
-        weight: Tensor | None = None,
-    ) -> Fed:
-        """Return Δ, the same on all, and the new e; `schedule` has rounds of `everyone`, the weight is as for `Worker.mean`."""
-        x = self.to_send(phi, theta)
-        x = x if weight is None else self._worker.weighted(x, t, schedule, weight)
-        if e is None:
-            return self.of_mean(phi, self._worker.mean(x, t, schedule)), None
-        q, e = self._post(x, e, schedule, t)
-        return self.of_mean(phi, mean_compressed(q)), e
 
     def _fed(self, x: kit.Buckets, e: kit.Buckets, t: Tensor) -> kit.Buckets:
         beta = kit.at(self._decay, t, e)
@@ -238,10 +200,52 @@ class Feedback:
 
         return q.posted, arrive
 
+
+class Means(Feedback):
+    """Means over all workers after every H steps, compressed with error feedback; `schedule` has their rounds."""
+
+    def __init__(
+        self,
+        call: str,
+        inner_steps: int,
+        compressor: Any,
+        decay: float,
+        worker: kit.Worker,
+        sends_progress: bool = False,
+    ) -> None:
+        super().__init__(call, compressor, decay, worker)
+        kit.require_whole(call, inner_steps=inner_steps)
+        self.everyone = all_to_all(worker.topology.num_workers) if self.is_on else worker.everyone
+        self.schedule = after_steps(inner_steps, self.everyone)
+        self.sends_progress = sends_progress or self.is_on or worker.wire_dtype is not None
+        self.whole = self.is_on  # the algorithm takes a bucket for one vector
+
+    def to_send(self, phi: kit.Buckets, theta: kit.Buckets) -> kit.Buckets:
+        """Return a worker's contribution to Δ: θ, or φ - θ if what is sent is rounded, weighted or compressed.
+
+        The mean of θ also corrects unequal starts, but rounding θ would hide small progress.
+        """
+        return progress(phi, theta) if self.sends_progress else theta
+
+    def of_mean(self, phi: kit.Buckets, mean: kit.Buckets) -> kit.Buckets:
+        """Return `Δ = φ - mean_i θ_i` from the mean of the contributions."""
+        return kit.each(lambda phi, m: m.to(phi.dtype), phi, mean) if self.sends_progress else progress(phi, mean)
+
+    def outer_gradient(
+        self, phi: kit.Buckets, theta: kit.Buckets, e: kit.Buckets | None, t: Tensor, weight: Tensor | None = None
+    ) -> Fed:
+        """Return Δ, the same on all, and the new e; the weight is as for `Worker.mean`."""
+        x = self.to_send(phi, theta)
+        x = x if weight is None else self._worker.weighted(x, t, self.schedule, weight)
+        if e is None:
+            return self.of_mean(phi, self._worker.mean(x, t, self.schedule)), None
+        q, e = self._post(x, e, self.schedule, t)
+        return self.of_mean(phi, mean_compressed(q)), e
+
     def algorithm(self, step: Any, start: Any, schedules: Sequence[kit.Topology], **options: Any) -> kit.Algorithm:
         """Return the algorithm of this step and first memory, of means over all workers if `options` do not say otherwise."""
         equal = ("params",) if self.sends_progress else ()
-        options = {"topology": self._worker.everyone, "must_equal": equal, "whole_buckets": self.is_on} | options
+        options = {"topology": self._worker.everyone, "must_equal": equal, "whole_buckets": self.whole} | options
         return self._worker.algorithm(step, start, schedules=schedules, **options)
 
 
@@ -281,20 +285,20 @@ _PARTS: Any = (kit.Buckets, Tensor)
 """Nodes of an outer optimizer's state: of buckets a fragment has a slice, of other tensors its own, [P, ...]."""
 
 
-class Fragments(Feedback):
+class Fragments(Means):
     """Outer loop over P equal slices of every bucket; fragment p, the p-th slice of each, is due after ⌊(p+1) H / P⌋ steps of H.
 
     A fragment is launched in the step in which it is due, or, if `is_late`, in the next one: at most one in a step.
     """
 
     def __init__(
-        self, call: str, count: int, inner_steps: int, outer: Any, *feedback: Any, is_late: bool = False
+        self, call: str, inner_steps: int, count: int, outer: Any, *feedback: Any, is_late: bool = False
     ) -> None:
-        super().__init__(call, *feedback)
-        kit.require_whole(call, inner_steps=inner_steps, num_fragments=count)
+        super().__init__(call, inner_steps, *feedback)
+        kit.require_whole(call, num_fragments=count)
         rule = "a fragment has a step of its own, so num_fragments <= inner_steps; take more inner steps."
         require(count <= inner_steps, call, rule, inner_steps=inner_steps, num_fragments=count)
-        self.count, self.outer = count, outer
+        self.count, self.outer, self.whole = count, outer, True
         self._offsets = [(p + 1) * inner_steps // count for p in range(count)]
         self._every = every(inner_steps, self.everyone)
         self.launches = self.schedules(0 if is_late else -1)
@@ -326,15 +330,14 @@ class Fragments(Feedback):
 
         `w` and `counts`, [P] bool, are this worker's, which are exchanged in a fragment's round; all wait for them.
         """
-        shares, means, own = [], [], torch.stack([w, counts.to(w.dtype)], 1)
-        for pieces, numbers, schedule in zip(self.split(list(x)), own, self.launches, strict=True):
-            numbers = gossip.beside(pieces, numbers)
-            weight, mean = gossip.mean(loose([numbers]), schedule, t)[0].unbind()
-            shares.append(kit.once(torch.where(weight != 0, numbers[0] / weight, torch.zeros_like(weight))))
-            means.append(mean)
-        share, of_x = torch.stack(shares), self.mask(x, torch.stack(shares))
+        pairs = zip(self.split(list(x)), torch.stack([w, counts.to(w.dtype)], 1), strict=True)
+        own = torch.stack([gossip.beside(pieces, numbers) for pieces, numbers in pairs])
+        means = [gossip.mean(loose([its]), schedule, t)[0] for its, schedule in zip(own, self.launches, strict=True)]
+        weight, trained = torch.stack(means).unbind(1)
+        share = kit.once(torch.where(weight != 0, own[:, 0] / weight, torch.zeros_like(weight)))
+        of_x = self.mask(x, share)
         x = kit.each(lambda x, s: torch.where(s != 0, x, 0.0), x, of_x)
-        return kit.with_own(kit.each(lambda x, s: x * s.to(x.dtype), x, of_x), x), share != 0, torch.stack(means)
+        return kit.with_own(kit.each(lambda x, s: x * s.to(x.dtype), x, of_x), x), share != 0, trained
 
     def init(self, x: kit.Buckets) -> Any:
         """Return b, or the outer optimizer's state, in which each fragment has numbers of its own, [P]."""
@@ -359,11 +362,6 @@ class Fragments(Feedback):
             return torch.where(due, new, b)
 
         return kit.where(mask, kit.add(phi, u), phi), trees.map_nodes(_PARTS, put, b, new), mask
-
-    def algorithm(self, step: Any, start: Any, schedules: Sequence[kit.Topology], **options: Any) -> kit.Algorithm:
-        """Return the algorithm, whose buckets are cut, and whose outer optimizer takes parts of them."""
-        options = {"whole_buckets": True, "outer_optimizers": (self.outer,)} | options
-        return super().algorithm(step, start, schedules, **options)
 
     def launch(self, theta: kit.Buckets, memory: Any, t: Tensor) -> tuple[list[kit.Posted], Arrive]:
         """Start to send the fragment whose round is in step t, as `post` does."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Unpack
 from torch import Tensor
 
 from decentfn import kit
-from decentfn.algorithms.outer import Feedback, after_steps, local_steps
+from decentfn.algorithms.outer import Means, local_steps
 from decentfn.optim.transforms.basic import Scalar
 from decentfn.topologies import paused
 
@@ -73,24 +73,23 @@ def slowmo(
             a compressor and unequal parameters.
     """
     worker = kit.Worker(loss_fn, optimizer, topology, **options)
-    kit.require_whole("slowmo", inner_steps=inner_steps)
     kit.require_fractions("slowmo", beta=beta)
     kit.require_positive("slowmo", alpha=alpha)
     kit.require_rate("slowmo", learning_rate=learning_rate)
     rate = kit.as_input("slowmo", "learning_rate", learning_rate)
-    feedback = Feedback("slowmo", compressor, error_decay, worker, options)
-    schedule = after_steps(inner_steps, feedback.everyone)
-    between = paused(topology, schedule)  # the mean of all W x is that of all x, so a step that averages need not mix
+    means = Means("slowmo", inner_steps, compressor, error_decay, worker)
+    # The mean of all W x is that of all x, so a step that averages need not mix.
+    between = paused(topology, means.schedule)
 
     def outer(x: kit.Buckets, memory: Memory, t: Tensor) -> tuple[kit.Buckets, Memory]:
         (x0, u, error), eta = memory, kit.at(rate, t, memory.x0)
-        (moved, error), per_eta = feedback.outer_gradient(x0, x, error, schedule, t), kit.reciprocal(eta)
+        (moved, error), per_eta = means.outer_gradient(x0, x, error, t), kit.reciprocal(eta)
         # Not α η u⁺, which would lose the round if η has fallen to 0 in it.
         slow = kit.each(lambda x0, u, d: x0 - alpha * (eta * beta * u + d), x0, u, moved)
         return slow, Memory(slow, kit.each(lambda u, d: beta * u + d * per_eta, u, moved), error)
 
     def start(x: kit.Buckets) -> Memory:
-        return Memory(kit.copy_wide(x), kit.zeros_like(x), feedback.start(x))
+        return Memory(kit.copy_wide(x), kit.zeros_like(x), means.start(x))
 
-    step = local_steps(worker, schedule, outer, mix=lambda x, t: worker.mix(x, t, between))
-    return feedback.algorithm(step, start, (schedule,), topology=topology)
+    step = local_steps(worker, means.schedule, outer, mix=lambda x, t: worker.mix(x, t, between))
+    return means.algorithm(step, start, (means.schedule,), topology=topology)

@@ -86,8 +86,8 @@ def streaming_diloco(
     kit.require_whole("streaming_diloco", 0, delay=delay)
     kit.require_fractions("streaming_diloco", alpha=alpha)
     outer_optimizer = nesterov("streaming_diloco", outer_learning_rate, outer_momentum, outer_optimizer)
-    feedback = compressor, error_decay, worker, options
-    loop = Fragments("streaming_diloco", num_fragments, inner_steps, outer_optimizer, *feedback, is_late=delay > 0)
+    feedback = compressor, error_decay, worker
+    loop = Fragments("streaming_diloco", inner_steps, num_fragments, outer_optimizer, *feedback, is_late=delay > 0)
     rule = "a fragment is applied before its next round, so delay < inner_steps; take more inner steps."
     require(delay < inner_steps, "streaming_diloco", rule, inner_steps=inner_steps, delay=delay)
     arrivals = loop.schedules(delay - 1)
@@ -112,4 +112,4 @@ def streaming_diloco(
 
     schedules = (*loop.launches, *arrivals)
     step = rounds(worker, schedules, outer, post=loop.launch if delay else None)
-    return loop.algorithm(step, start, schedules)
+    return loop.algorithm(step, start, schedules, outer_optimizers=(outer_optimizer,))

@@ -37,7 +37,7 @@ class Options(TypedDict, total=False):
     shared: Shared
 
 
-DEFAULTS = {"bucket_mb": 25.0, "wire_dtype": None, "shared": None}
+DEFAULTS: dict[str, Any] = {"bucket_mb": 25.0, "wire_dtype": None, "shared": None}
 
 
 def require_arguments(
@@ -91,17 +91,14 @@ def left_out(shared: Shared, names: Sequence[str]) -> frozenset[str]:
     if callable(shared):
         own = {name for name in names if not shared(name)}
     else:
+        chosen, out = set[str](), set[str]()
         patterns = [shared] if isinstance(shared, str) else shared
         for pattern in patterns:
+            found = {name for name in names if fnmatchcase(name, pattern.removeprefix("!"))}
             rule = f"no parameter has such a name; they are {brief(list(names))}."
-            require(any(fnmatchcase(name, pattern.removeprefix("!")) for name in names), "init", rule, shared=pattern)
-        chosen = [pattern for pattern in patterns if not pattern.startswith("!")] or ["*"]
-        out = [pattern[1:] for pattern in patterns if pattern.startswith("!")]
-        own = {name for name in names if not _matches(name, chosen) or _matches(name, out)}
+            require(len(found) > 0, "init", rule, shared=pattern)
+            (out if pattern.startswith("!") else chosen).update(found)
+        own = out | (set(names) - chosen if chosen else set())
     rule = "it leaves all parameters out, so nothing would be exchanged; train each worker alone, with num_workers=1."
     require(len(own) < len(set(names)), "init", rule, shared=shared)
     return frozenset(own)
-
-
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
-
-import torch
 
 from decentfn import sharded
 from decentfn.comm import collectives
 from decentfn.comm.fingerprint import agree, compare, digest, fingerprint, label
 from decentfn.core import PyTree, log, require, trees
 from decentfn.core.buckets import Buckets, flatten
-from decentfn.kit.options import Shared, left_out
+from decentfn.kit.options import left_out
 from decentfn.optim.transforms.transform import masks_of, require_descent
 from decentfn.sharded import Partition
 from decentfn.topologies import Topology
@@ -23,21 +21,19 @@ def lay_out(
     params: PyTree,
     optimizers: Sequence[Any],
     topologies: Sequence[Topology],
-    bucket_mb: float,
-    wire_dtype: torch.dtype | None,
-    shared: Shared,
+    options: Mapping[str, Any],
     partition: Partition,
 ) -> Buckets:
     """Copy `params` into buckets, make the groups of all `topologies`, its own first, and compare ranks. Collective."""
-    masks = masks_of(*optimizers)
+    masks, wire_dtype = masks_of(*optimizers), options["wire_dtype"]
     try:
         size = collectives.processes_per_worker()
         rule = f"the algorithm was built for workers of {partition.processes} processes, and now they have {size}; call"
         require(
             size == partition.processes, "init(params)", f"{rule} df.init(processes_per_worker=...) once, before it."
         )
-        own = left_out(shared, [name for name, _ in trees.named_leaves(params)])
-        x = flatten(params, bucket_mb=bucket_mb, masks=masks, left_out=own, **partition._asdict())
+        own = left_out(options["shared"], [name for name, _ in trees.named_leaves(params)])
+        x = flatten(params, bucket_mb=options["bucket_mb"], masks=masks, left_out=own, **partition._asdict())
         for optimizer in optimizers:
             require_descent(optimizer, x.plan)
         if wire_dtype is not None and all(bucket.dtype.itemsize < wire_dtype.itemsize for bucket in x):

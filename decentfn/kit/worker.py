@@ -74,10 +74,9 @@ class Worker:
         self.wants_mix = wants_mix(optimizer)
         self.topology = topology
         self.everyone = complete(topology.num_workers)
-        self.bucket_mb = options.get("bucket_mb", DEFAULTS["bucket_mb"])
         self._is_own = False  # the algorithm is this library's, which reads no old optimizer state after the update
-        self.shared, self._wire_dtype = options.get("shared"), options.get("wire_dtype")
-        self.wire_dtype = self._wire_dtype if topology.num_workers > 1 else None  # alone, nothing is sent
+        self.options: dict[str, Any] = {**DEFAULTS, **options}
+        self.wire_dtype = self.options["wire_dtype"] if topology.num_workers > 1 else None  # alone, nothing is sent
 
     def algorithm(
         self,
@@ -117,8 +116,7 @@ class Worker:
 
         def init(params: PyTree, buffers: PyTree = None) -> State:
             optimizers, topologies = (self.optimizer, *outer_optimizers), (self.topology, self.everyone)
-            given = self.bucket_mb, self._wire_dtype, self.shared, self.partition
-            x = lay_out(params, optimizers, topologies, *given)
+            x = lay_out(params, optimizers, topologies, self.options, self.partition)
             state = start(Buckets(x, replace(x.plan, starts_equal=starts_equal)), buffers)
             if must_equal:
                 given = {"params": state.params.shared(), "buffers": buffers}

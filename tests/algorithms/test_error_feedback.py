@@ -6,6 +6,7 @@ import torch
 
 import decentfn as df
 from decentfn import compressors as C
+from decentfn.algorithms import outer
 from decentfn.core import trees
 from decentfn.testing.ranks import on_kept_ranks
 from tests.quadratics import Sgd, batch, build, flat, loss, problem, run, start, states, static_ring
@@ -206,6 +207,15 @@ def test_a_peer_refuses_a_compressor_that_leaves_parameters_out(name):
     algorithm = built(name, problem(N), compressor=C.sign())
     with pytest.raises(ValueError, match=rf"{name}\(compressor=sign.*δ >= 1/2.*quantize\(bits=8\)"):
         algorithm.init({"head": torch.zeros(8, 1), "tail": torch.zeros(8)})
+
+
+@pytest.mark.parametrize("name", ["noloco", "gasloc", "factored_gossip_diloco"])
+def test_messages_to_peers_need_no_table_of_all_pairs(name, monkeypatch):
+    def refused(num_workers):
+        raise AssertionError(f"{name} made a table of {num_workers}² messages")
+
+    monkeypatch.setattr(outer, "all_to_all", refused)
+    built(name, problem(N), compressor=C.quantize(8))
 
 
 @pytest.mark.parametrize("name", ["diloco", "slowmo", "streaming_diloco", "decoupled_diloco"])

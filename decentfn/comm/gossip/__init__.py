@@ -6,7 +6,6 @@ from decentfn.comm.gossip.plain import (
     arrived,
     collect,
     difference,
-    exact_difference,
     is_active,
     mean,
     mix_context,

@@ -105,24 +105,18 @@ def collect(posted: Posted, gamma: float | Tensor = 1.0, *, after: Iterable[Tens
     return Buckets([_mixed(posted, index, gamma) for index in range(len(posted.sent))], posted.own.plan)
 
 
-def difference(posted: Posted, gamma: float | Tensor = 1.0, *, after: Iterable[Tensor] = ()) -> Buckets:
+def difference(
+    posted: Posted, gamma: float | Tensor = 1.0, *, after: Iterable[Tensor] = (), exact: bool = False
+) -> Buckets:
     """Wait for the messages and return the mixing term `γ (W - I) Q(x) = γ Σ_j W[i,j] (Q(x_j) - Q(x_i))`.
 
     In float32 or float64. Two workers get the same difference with opposite signs, so the mean over workers is 0 up to
     rounding of the differences, not of x. A sum over many steps must not accumulate the rounding of x: add this, not
-    `W x - x`. Arguments as for `collect`.
+    `W x - x`. If `exact`, a term of two workers that hear each other keeps eight bits, none below the resolution of the
+    two values, so that sums of them are exact. Other arguments as for `collect`.
     """
     posted, gamma = with_flags(posted, after), own_gamma(posted, gamma)
-    return Buckets([_moved(posted, index, gamma) for index in range(len(posted.sent))], posted.own.plan)
-
-
-def exact_difference(posted: Posted, gamma: float | Tensor = 1.0, *, after: Iterable[Tensor] = ()) -> Buckets:
-    """Return `difference`, with terms of two workers that hear each other rounded so that sums of them are exact.
-
-    A term keeps eight bits, none below the resolution of the two values.
-    """
-    posted, gamma = with_flags(posted, after), own_gamma(posted, gamma)
-    return Buckets([_moved(posted, index, gamma, exact=True) for index in range(len(posted.sent))], posted.own.plan)
+    return Buckets([_moved(posted, index, gamma, exact) for index in range(len(posted.sent))], posted.own.plan)
 
 
 def repaired(posted: Posted, x: Buckets, mix: Buckets | None = None) -> Buckets:
@@ -319,7 +313,7 @@ def _given(row: collectives.Row) -> Tensor | None:
     return row.given if row.topology.needs_push_sum else None
 
 
-def _moved(posted: Posted, index: int, gamma: float | Tensor, exact: bool = False) -> Tensor:
+def _moved(posted: Posted, index: int, gamma: float | Tensor, exact: bool) -> Tensor:
     own = posted.own.tensors[index]
     dtype = wide(own.dtype)
     sent, terms = posted.sent[index].to(dtype), []
