@@ -53,7 +53,7 @@ def whole_step(t: int, *, donated: bool = False, run: int = 0) -> Iterator[World
         with record_function(f"decentfn::step {t}"):
             yield here
     except BaseException as error:
-        if identity.size > 1 and session.calls != session.before:
+        if session.is_own_step or identity.size > 1 and session.calls != session.before:
             _drain(session, 0)
             session.cut(f"step t={t}", error)
         raise
