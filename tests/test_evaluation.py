@@ -370,3 +370,55 @@ def test_a_metric_that_leaves_the_buffers_out_is_told_how_to_pass_them(module):
         df.evaluate(lambda params, batch: loss_fn(params, batch), state, batches)
     as_told = df.evaluate(lambda params, buffers, batch: loss_fn(params, buffers, batch)[0], state, batches)
     assert as_told == df.evaluate(loss_fn, state, batches)
+
+
+KINDS = {
+    "float8_e5m2": lambda x: x.to(torch.float8_e5m2),
+    "a conjugate view": lambda x: torch.complex(x, x).conj(),
+    "a negative view": lambda x: torch.complex(x, x).conj().imag,
+    "transposed": lambda x: x.t(),
+    "expanded": lambda x: x[:1].expand(3, 3),
+    "without elements": lambda x: x[:0],
+    "0-d": lambda x: x[1, 2],
+    "bool": lambda x: x > 4,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_of_all_kinds_are_gathered_and_averaged_on_ranks(kind):
+    def value(rank):
+        return KINDS[kind](torch.arange(6.0).view(2, 3) + rank)
+
+    def job(rank, workers):
+        state = state_of(workers)
+        return df.gather(state, value(rank)), df.mean(state, value(rank)), df.check_replicas(state, ())
+
+    values = torch.stack([value(rank) for rank in range(N)]).resolve_conj()
+    expected = values.to(torch.complex128 if values.is_complex() else torch.float64).mean(0)
+    for gathered, mean, _ in on_processes(N, job):
+        assert gathered.dtype == values.dtype and gathered.tolist() == values.tolist()
+        torch.testing.assert_close(mean, expected)
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's own: of beta, prototype and deprecated tensors
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    {
+        "sparse_coo": torch.Tensor.to_sparse,
+        "sparse_csr": torch.Tensor.to_sparse_csr,
+        "quantized": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+        "nested": lambda x: torch.nested.nested_tensor([x[0], x[0, :2]]),
+        "on the meta device": lambda x: x.to("meta"),
+    }.items(),
+)
+def test_what_is_not_dense_is_refused_on_all_ranks_before_anything_is_sent(kind, make):
+    def job(rank, workers):
+        state, tree = state_of(workers), {"a": make(torch.ones(2, 3))}
+        for call in (df.gather, df.mean, df.check_replicas):
+            with pytest.raises(ValueError, match=rf"a leaf is a, which is {kind}"):
+                call(state, tree)
+        with pytest.raises(ValueError, match=rf"leaf 'a' is {kind}"):
+            df.broadcast(tree)
+        return df.mean(state, rank)
+
+    assert on_processes(N, job) == [torch.tensor(1.5)] * N

@@ -1,6 +1,9 @@
 """Random numbers of a loss are a function of torch's seed, the step and the worker, in both interpreters."""
 
 import itertools
+import time
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 import pytest
 import torch
@@ -145,3 +148,31 @@ def test_a_gpu_that_the_loss_is_the_first_to_use_gets_its_generators_state_back(
         with draws.torch_draws(0, 0, 1):
             torch.rand(3, generator=gpu)
     assert torch.equal(gpu.get_state(), before)
+
+
+@pytest.mark.parametrize("by", [df.autograd, lambda loss_fn: loss_fn])
+def test_threads_of_one_process_draw_what_each_would_alone_and_keep_torchs_seed(by):
+    """A step of one waits for that of the other: PyTorch has one set of generators."""
+
+    def program(begins):
+        def loss_fn(params, batch):
+            begins.set()
+            time.sleep(0.01)  # long enough for the other thread's step, but for its turn
+            return dropping(params, batch)
+
+        init, step = df.adapt_while_communicate(by(loss_fn), df.sgd(0.1), df.topology("complete", 2))
+        step, batch = df.simulate(step, 2), torch.ones(2, 48)
+        state, drawn = df.stack(init(torch.ones(48)), 2), []
+        for t in range(STEPS):
+            state, metrics = step(state, batch, t)
+            drawn.append(metrics.aux)
+        return torch.stack(drawn)
+
+    torch.manual_seed(5)
+    alone, before = program(Event()), torch.get_rng_state()
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(program, begins := Event())
+        begins.wait(60)
+        second = threads.submit(program, Event())
+        assert torch.equal(first.result(), alone) and torch.equal(second.result(), alone)
+    assert torch.initial_seed() == 5 and torch.equal(torch.get_rng_state(), before)

@@ -172,6 +172,10 @@ def require_equal_rows(call: str, tree: PyTree) -> None:
 def _kind(name: str, leaf: object) -> str:
     if not isinstance(leaf, torch.Tensor):
         raise ValueError(f"leaf {name!r} is {type(leaf).__name__}, not a tensor; state and data are trees of tensors.")
+    if kind := trees.not_plain(leaf):
+        raise ValueError(
+            f"leaf {name!r} is {kind}; what ranks send or compare is dense, such as x.to_dense() or x.dequantize()."
+        )
     return f"{name or 'leaf'} {list(leaf.shape)} {leaf.dtype}"
 
 
@@ -186,4 +190,4 @@ def digest(leaf: Tensor) -> str:
 
 def as_bytes(leaf: Tensor) -> Tensor:
     """Return the bytes of a tensor, `[bytes]` uint8."""
-    return leaf.detach().contiguous().reshape(-1).view(torch.uint8)
+    return leaf.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)

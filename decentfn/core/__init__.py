@@ -16,6 +16,7 @@ from decentfn.core.arguments import (
     require,
     require_at_most,
     require_by,
+    require_numbers_on_cpu,
     rule_of,
     warn,
     whole_number,

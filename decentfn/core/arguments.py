@@ -87,6 +87,16 @@ def require(holds: bool, call: str, rule: str, /, **values: Any) -> None:
         raise ValueError(f"{call}({given}): {rule}" if given else f"{call}: {rule}")
 
 
+def require_numbers_on_cpu(call: str) -> None:
+    """Raise ValueError unless torch's default device is the CPU, where schedules and step numbers are made."""
+    device = torch.empty(0).device
+    rule = (
+        f"torch's default device is {device}, and schedules and step numbers are made on the CPU, so that no GPU waits for them; call "
+        "torch.set_default_device(None), or leave `with torch.device(...)`, and move the model by model.to(device)."
+    )
+    require(device.type == "cpu", call, rule)
+
+
 def array(name: str, what: str, values: object, dtype: type = np.float64) -> np.ndarray:
     """Return a copy of `values` as an array of `dtype`, or raise a ValueError that names the invalid values."""
     try:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentfn.core.arguments import brief
+from decentfn.core.arguments import brief, require_numbers_on_cpu
 from decentfn.core.context import context
 from decentfn.core.handles import by_handle, handle_of
 from decentfn.torch_private import functorch
@@ -61,7 +61,10 @@ def as_step(t: int | Tensor) -> Tensor:
             if functorch.has_no_value(step) or step >= 0:
                 return step
     elif isinstance(t, (int, Integral)) and not isinstance(t, bool) and 0 <= int(t) < 2**63:
-        return torch.scalar_tensor(int(t), dtype=torch.int64)  # two thirds of the time of `torch.tensor`
+        step = torch.scalar_tensor(int(t), dtype=torch.int64)  # two thirds of the time of `torch.tensor`
+        if not step.is_cpu:
+            require_numbers_on_cpu(f"step(state, batch, t={t})")
+        return step
     raise ValueError(
         f"step(state, batch, t={brief(t)}): the third argument numbers the steps, from 0; pass an int, or a 0-d tensor of integers."
     )

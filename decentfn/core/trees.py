@@ -175,6 +175,15 @@ def plain(tree: PyTree) -> PyTree:
     return tree
 
 
+def not_plain(leaf: torch.Tensor) -> str:
+    """Return what keeps a tensor from being plain numbers in memory, or an empty string."""
+    if leaf.is_nested or leaf.is_quantized or leaf.is_meta:
+        return (
+            "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else "on the meta device, without values"
+        )
+    return "" if leaf.layout == torch.strided else str(leaf.layout).removeprefix("torch.")
+
+
 def unclassed(x: Any) -> Any:
     """Return a tensor whose class only adds methods to tensors as a plain one; anything else as it is."""
     adds_methods = type(x) is not torch.Tensor and getattr(type(x), "__torch_dispatch__", None) is _DISPATCH

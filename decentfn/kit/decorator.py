@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, cast
 import torch
 
 from decentfn.comm.fingerprint import agree, describe, require_equal, structure
-from decentfn.core import PyTree, bind, brief, require, trees
+from decentfn.core import PyTree, bind, brief, require, require_numbers_on_cpu, trees
 from decentfn.gradient import constants, require_inputs
 from decentfn.kit.options import DEFAULTS, require_names
 from decentfn.kit.preconditions import require_doubly_stochastic
@@ -52,6 +52,7 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
 
     @functools.wraps(function)
     def build(*args: P.args, **kwargs: P.kwargs) -> Algorithm:
+        require_numbers_on_cpu(function.__name__)
         call = bind(function, signature, args, kwargs)
         require_names(function.__name__, call.arguments.get("options", {}), own)
         if isinstance(given := call.arguments["topology"], Topology):
@@ -77,6 +78,7 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
             rule = "torch.inference_mode is on, and what is made in it cannot be trained; call init outside of it."
             try:
                 require(not torch.is_inference_mode_enabled(), "init(params)", rule)
+                require_numbers_on_cpu("init(params)")
                 require_params(params)
                 buffers = require_inputs("init(params, buffers)", loss_fn, params, trees.plain(buffers))
             except Exception as error:

@@ -9,7 +9,16 @@ from contextlib import suppress
 from functools import partial, wraps
 from typing import Any, TypeVar
 
-from decentfn.core import MOST_WORKERS, brief, checks_arguments, require, require_at_most, rule_of, whole_number
+from decentfn.core import (
+    MOST_WORKERS,
+    brief,
+    checks_arguments,
+    require,
+    require_at_most,
+    require_numbers_on_cpu,
+    rule_of,
+    whole_number,
+)
 from decentfn.topologies.rounds import Topology, noted
 
 _registry: dict[str, Callable[..., Topology]] = {}
@@ -51,6 +60,7 @@ def register_topology(name: str) -> Callable[[Function], Function]:
         def make(num_workers: int, *args: Any, **options: Any) -> Topology:
             num_workers = whole_number(call, "num_workers", num_workers)
             require_at_most(call, MOST_WORKERS, num_workers=num_workers)
+            require_numbers_on_cpu(call)
             made = checked(num_workers, *args, **options)
             return noted(made, family=partial(topology, name, **dict(zip(names, args, strict=False)), **options))
 

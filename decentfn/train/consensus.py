@@ -229,7 +229,7 @@ def mean(state: Any, tree: PyTree) -> PyTree:
     `df.mean(state, metrics).loss` is the run's loss. Arguments and errors are those of `gather`.
     """
     rows = _gathered("mean(state, tree)", state, tree)
-    means = [x.to(torch.promote_types(x.dtype, torch.float64)).mean(0) for x in rows]
+    means = [x.to(torch.complex128 if x.is_complex() else torch.float64).mean(0) for x in rows]
     return trees.fill(trees.enumerate_leaves(tree), means)
 
 
@@ -247,6 +247,8 @@ def check_replicas(state: Any, tree: PyTree = None) -> None:
     """
     tree = to_evaluate(state).shared() if tree is None else tree
     mine = [[digest(row) for row in leaf] for leaf in _rows("check_replicas(state)", state, tree)]
+    if not mine:
+        return
     here = collectives.all_processes()
     told, size = collectives.gather_objects(mine, here), here.processes_per_worker
     shards = [[leaf for its in told[i : i + size] for leaf in its] for i in range(0, len(told), size)]
@@ -289,9 +291,13 @@ def _rows(call: str, state: Any, tree: PyTree) -> Sequence[Tensor]:
             lines.append(f"{name or 'leaf'} of type {type(leaf).__name__}, which is no tensor and no number")
             break
         x = torch.as_tensor(leaf).detach()
+        if kind := trees.not_plain(x):
+            lines.append(f"{name or 'leaf'}, which is {kind}; pass a dense tensor")
+            break
         if local is not None and (x.dim() == 0 or len(x) != local):
             lines.append(f"{name or 'leaf'} {list(x.shape)}, which has no row for each of the {local} workers here")
             break
+        x = x.resolve_conj().resolve_neg()
         rows.append(x if local is not None else x[None])
         lines.append(f"{name or 'leaf'} {list(x.shape)} {x.dtype}")
     compare(call, [], "pass the same tree on every rank", lines)

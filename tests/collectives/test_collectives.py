@@ -1,5 +1,7 @@
 """The operators against plain indexing, on real gloo ranks (threads) and under vmap."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from hypothesis import given
@@ -320,6 +322,23 @@ def test_a_message_nobody_waits_for_is_received_all_the_same():
         return left + len(collectives.world().session.in_flight)
 
     assert on_ranks(2, one) == [0, 0]
+
+
+def test_a_step_beside_another_threads_step_is_refused_on_ranks():
+    """The order in which two threads step is not that of another rank; a step within a step is in order."""
+    world = collectives.World(collectives.Channels(collectives.Identity.of(0, 2), Backend()))
+
+    def beside():
+        with collectives.use(world), collectives.whole_step(7):
+            pass
+
+    with collectives.use(world), collectives.whole_step(5), collectives.whole_step(5):
+        pass
+    with ThreadPoolExecutor(1) as thread, collectives.use(world):
+        with collectives.whole_step(6):
+            refused = thread.submit(beside).exception()
+        thread.submit(beside).result()
+    assert isinstance(refused, RuntimeError) and "t=7): another thread of rank 0 is in its step t=6" in str(refused)
 
 
 def test_another_transport_is_given_the_name_of_each_connection():

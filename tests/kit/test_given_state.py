@@ -190,3 +190,30 @@ def test_a_stacked_state_in_a_step_of_one_worker_is_told_about_simulate():
     init, step = algorithm("adapt_then_combine on ring", df.sgd(0.1))
     with pytest.raises(ValueError, match=r"4 workers.*df\.simulate\(step, 4\).*df\.worker"):
         step(df.stack(init(network.params()), N), network.batches(N, 0), 0)
+
+
+def test_a_default_device_other_than_the_cpu_is_refused_before_a_schedule_or_a_step_number_is_made_there():
+    """On a GPU each of them would be waited for; meta stands for it."""
+    topology, x = df.topology("ring", 2), torch.zeros(3)
+
+    def make():
+        return df.all_reduce(lambda p, b: ((p - b) ** 2).sum(), df.sgd(0.1), topology)
+
+    init, step = make()
+    state, simulated = df.stack(init(x), 2), df.simulate(step, 2)
+    calls = {
+        "ring": lambda: df.topology("ring", 2),
+        "all_reduce": make,
+        r"init\(params\)": lambda: init(x),
+        r"step\(state, batch, t=0\)": lambda: simulated(state, torch.ones(2, 3, device="cpu"), 0),
+    }
+    for name, call in calls.items():
+        with torch.device("meta"), pytest.raises(ValueError, match=rf"{name}: torch's default device is meta, and"):
+            call()
+    torch.set_default_device("meta")
+    try:
+        with pytest.raises(ValueError, match=r"call torch\.set_default_device\(None\)"):
+            calls["ring"]()
+    finally:
+        torch.set_default_device(None)
+    simulated(state, torch.ones(2, 3), 0)

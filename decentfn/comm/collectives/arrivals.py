@@ -82,7 +82,7 @@ def _mailbox(handle: Tensor, workers: int, what: str) -> tuple[Mailbox | None, T
             f"{what}: this algorithm has no mailbox here; call its init(params) on every rank, and no other asynchronous algorithm's "
             "after it."
         )
-    here.session.calls += 1  # if the step raises, it cannot be repeated: its mail is taken
+    here.session.is_own_step = True
     return here.mailbox, topology
 
 

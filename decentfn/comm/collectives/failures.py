@@ -77,7 +77,7 @@ def outside_error(here: World, call: str, error: RuntimeError, *, listens: bool)
         for note in sorted(notes.values())
         if note.outside or note.steps
     )
-    step = gossip.session.at if gossip.session.calls else None
+    step = gossip.session.at if gossip.session.board.steps else None
     after = "" if step is None else f" after step t={step}"
     return (ExchangeTimeout if has_timed_out(error) or gave_up else PeerLost)(
         f"{call} failed on process {here.all_processes.rank}{after}; {why}{f' ({where})' if where else ''}: {error}",

@@ -87,6 +87,7 @@ class Mailbox:
 
         With `counts`, wait for so many messages of each rank since the start, but for those of lost ranks.
         """
+        self.owners.clear()  # until the step, or the settling, has a result
         sums, messages = list[Tensor](), list[tuple[int, int]]()
         mass = torch.zeros((), dtype=torch.float64)
         while True:
@@ -282,7 +283,6 @@ def open_mailbox(topology: Topology, like: Sequence[Tensor], x: Buckets) -> None
     if here.mailbox is not None:
         here.mailbox.close()
     here.mailbox = Mailbox(here, topology, like, x)
-    here.session.own_steps = True
 
 
 def require_mail(call: str, has: bool) -> None:

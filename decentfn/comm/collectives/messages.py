@@ -6,6 +6,7 @@ raises.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,8 @@ _PATIENCE = timedelta(seconds=1)
 _NOT_SENT = "not sent, because an earlier message was lost"
 _PATIENCE_OF_ALL_S = 5.0  # total timeout of the messages of a step that was cut short, in seconds
 
+_alone = threading.RLock()
+"""Turn of a process without others: the steps of its threads seed PyTorch's generators, of which there is one set."""
 _abandoned: list[Call] = []  # calls whose memory may still be written to
 
 
@@ -40,11 +43,20 @@ def whole_step(t: int, *, donated: bool = False, run: int = 0) -> Iterator[World
     """Context of a step at `t`: raises at the end if a message was lost, and drains the messages of a step that raises.
 
     Then the next step is refused: the other ranks would misread its messages. `donated`: it overwrites its state. `run`: the
-    state's (`Plan.run`), not known where processes have changed.
+    state's (`Plan.run`), not known where processes have changed. Threads of one process take turns; among ranks, whose
+    messages need one order, a step beside that of another thread is refused.
     """
     here, outer = world(), context.step_world
     session, identity = here.session, here.identity
-    if identity.size * identity.processes_per_worker > 1:
+    is_alone = identity.size * identity.processes_per_worker == 1
+    if is_alone:
+        _alone.acquire()
+    elif session.is_running and outer is None:
+        raise RuntimeError(
+            f"step(state, batch, t={t}): another thread of rank {here.rank} is in its step t={session.at}, and ranks exchange in one order "
+            "of steps; take the steps of all states in one thread."
+        )
+    else:
         session.enter(t, 0 if here.hooks.changes else run)
     context.step_world = here
     try:
@@ -53,13 +65,15 @@ def whole_step(t: int, *, donated: bool = False, run: int = 0) -> Iterator[World
         with record_function(f"decentfn::step {t}"):
             yield here
     except BaseException as error:
-        if identity.size > 1 and session.calls != session.before:
+        if session.is_own_step or identity.size > 1 and session.calls != session.before:
             _drain(session, 0)
             session.cut(f"step t={t}", error)
         raise
     finally:
         context.step_world = outer
         session.leave()
+        if is_alone:
+            _alone.release()
     if session.in_flight:
         _drain(session, session.before)
     if session.lost is not None and identity.size > 1:

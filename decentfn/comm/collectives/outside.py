@@ -55,7 +55,7 @@ def met(
     session = here.gossip.session
     here.hooks.before_call(call)
     text = f"{call}: {what}" + ("" if isinstance(x, int) else f" of {list(x.shape)} {x.dtype}")
-    exchanges = session.calls if of_state and session.is_whole and not session.own_steps else -1
+    exchanges = session.calls if of_state and session.is_whole and not session.is_own_step else -1
     header = json.dumps([x if isinstance(x, int) else x.nbytes, exchanges, session.at, text]).encode()
     assert len(header) <= _HEADER
     mine = torch.frombuffer(bytearray(header.ljust(_HEADER)), dtype=torch.uint8)

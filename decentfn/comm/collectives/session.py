@@ -90,8 +90,8 @@ class Session:
         self.calls = 0
         self.in_flight: dict[int, Call] = {}  # calls without a wait so far, by number
         self.is_running = False  # True while a step runs; a loss is raised at its end
-        self.own_steps = False
-        """True if each rank counts its own steps (`mailbox.Mailbox`), so that their t is not compared."""
+        self.is_own_step = False
+        """True if the running step, or the last one, took mail: it cannot be repeated, and ranks do not compare its t."""
         self.rounds: dict[tuple[int, int], Any] = {}  # rounds of the running step that were found (`lookup.FoundRound`)
         self.at = 0  # running step, or the last one
         self.place = 0  # its place
@@ -105,13 +105,14 @@ class Session:
         if self.cut_short is not None:
             where, error = self.cut_short
             others = "the other ranks have its messages and are ahead"
-            lost = "the mail that it took is gone" if self.own_steps else others
+            lost = "the mail that it took is gone" if self.is_own_step else others
             raise RuntimeError(
                 f"step(state, batch, t): rank {self.board.rank} cannot go on, because its {where} raised "
                 f"{type(error).__name__}: {error}; {lost}. Start the run again, on all ranks."
             ) from error
         self.is_running, self.at, self.place, self.before = True, t, t + RUN * run, self.calls
         self.board.steps.append((self.calls, self.place))
+        self.is_own_step = False
         self.board.met.clear()
 
     def leave(self) -> None:
