@@ -1,5 +1,7 @@
 """Metrics over workers: gathered, averaged, evaluated on held-out data; the same simulated and on ranks, whatever the shares."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -252,6 +254,44 @@ def test_a_module_is_evaluated_in_eval_mode_with_its_buffers_and_left_as_it_was(
     torch.testing.assert_close(got, reference / 33, rtol=1e-6, atol=0)
     own = df.evaluate_replicas(around(loss_fn), state, batches)
     assert own.shape == (2,) and own[0] != own[1]
+
+
+class Caching(nn.Linear):
+    """Caches its square in eval mode, in an object of its own, until it trains again (as timm's LeViT does)."""
+
+    def __init__(self):
+        super().__init__(3, 3, bias=False)
+        self.cached, self.mode = SimpleNamespace(square=None), "train"
+
+    def train(self, mode=True):
+        self.mode = "train" if mode else "eval"
+        if mode:
+            self.cached.square = None
+        super().train(mode)  # it returns nothing, as timm's do
+
+    def forward(self, x):
+        if self.mode == "train":
+            return x @ self.weight @ self.weight + 1
+        if self.cached.square is None:
+            self.cached.square = self.weight @ self.weight
+        return x @ self.cached.square
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize("around", [EVALUATED["the loss"], EVALUATED["a function"]], ids=["the loss", "a function"])
+def test_what_a_module_caches_in_eval_mode_is_of_the_weights_that_are_evaluated(around, is_training):
+    module, x = Caching(), torch.arange(12.0).view(4, 3)
+    module.train(is_training)
+    params, buffers, loss_fn = df.functional(module, lambda y, _: y.mean())
+    init, _ = df.adapt_then_combine(df.autograd(loss_fn), df.sgd(0.1), df.topology("complete", 2))
+    for scale in (1.0, 3.0):
+        weights = scale * torch.stack([torch.eye(3), torch.ones(3, 3)])
+        state = df.with_params(df.stack(init(params, buffers), 2), {"weight": weights})
+        mean = weights.mean(0)
+        assert df.evaluate(around(loss_fn), state, [(x, x)]) == (x @ mean @ mean).mean()
+        expected = [(x @ w @ w).mean().double() for w in weights]
+        assert torch.equal(df.evaluate_replicas(around(loss_fn), state, [(x, x)]), torch.stack(expected))
+        assert module.training == is_training and module.mode == ("train" if is_training else "eval")
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])

@@ -19,7 +19,7 @@ from decentfn.errors import RunError
 from decentfn.gradient.accumulated import Accumulated, is_list_of_micros, mean_gradient_of, separate
 from decentfn.gradient.by_autograd import ByAutograd, gradient_by_autograd
 from decentfn.gradient.gradient_checks import require_none, ungiven
-from decentfn.gradient.loss import LossFn, in_mode, require_unchanged, takes, tell_eval_mode, unwrapped
+from decentfn.gradient.loss import LossFn, require_unchanged, takes, tell_eval_mode, unwrapped
 from decentfn.gradient.module import ModuleLoss, ShardedLoss
 from decentfn.gradient.parameter_swap import lock_of_module, to_evaluate
 from decentfn.gradient.result import Gradient, gradient_of
@@ -154,10 +154,10 @@ def _evaluate(
 
 
 @contextmanager
-def swapping(loss_fn: ModuleLoss) -> Iterator[Callable[[PyTree, PyTree], Any]]:
-    """Context in which a module is in eval mode, if a metric runs; yields `to_evaluate` of parameters and buffers."""
-    with lock_of_module(loss_fn.module), in_mode(loss_fn.network):
-        yield partial(to_evaluate, loss_fn, loss_fn.entries())
+def swapping(loss_fn: ModuleLoss) -> Iterator[Callable[[PyTree, PyTree], AbstractContextManager[Callable[[Any], Any]]]]:
+    """Context that yields `to_evaluate` of parameters and buffers."""
+    with lock_of_module(loss_fn.module):
+        yield partial(to_evaluate, loss_fn, loss_fn.entries(), [*loss_fn.network.modules()])
 
 
 _WAY_OUT = (

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from decentfn import sharded
 from decentfn.comm.fingerprint import as_bytes, digest
-from decentfn.core import PyTree, brief, context, log, require, trees
+from decentfn.core import PyTree, brief, log, require, trees
 from decentfn.gradient.parameter_swap import lock_of_module
 from decentfn.torch_private.autograd import version
 
@@ -144,19 +143,6 @@ def call_loss(loss_fn: LossFn, params: PyTree, buffers: PyTree, batch: PyTree) -
             "(loss, (buffers, aux))."
         )
     return scalar(loss), new_buffers, aux
-
-
-@contextmanager
-def in_mode(module: nn.Module) -> Iterator[None]:
-    """Context in which a module is in eval mode if a metric runs; its modes are restored at exit."""
-    were = [(inner, inner.training) for inner in module.modules()] if context.evaluates else []
-    for inner, _ in were:
-        inner.training = False
-    try:
-        yield
-    finally:
-        for inner, was in were:
-            inner.training = was
 
 
 def scalar(loss: Any) -> Tensor:

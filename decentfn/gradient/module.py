@@ -14,11 +14,12 @@ from torch.nn.parameter import is_lazy
 from decentfn import sharded
 from decentfn.core import PyTree, brief, context, require, trees
 from decentfn.gradient.gradient_checks import copied, frozen_under, listed_parameters, require_apart
-from decentfn.gradient.loss import in_mode, is_pair, watched
+from decentfn.gradient.loss import is_pair, watched
 from decentfn.gradient.parameter_swap import (
     Entry,
     ParameterSwap,
     entries_of,
+    in_eval_mode,
     lock_of_module,
     own_by_name,
     put_back,
@@ -184,7 +185,7 @@ class ModuleLoss:
 
     def of(self, batch: Any) -> tuple[Tensor, PyTree]:
         """Return the loss of a batch and its aux, with the module's current weights; in eval mode if a metric runs."""
-        with in_mode(self.network):
+        with in_eval_mode([*self.network.modules()]) if context.evaluates else nullcontext():
             return self.of_current(batch)
 
     def of_current(self, batch: Any) -> tuple[Tensor, PyTree]:

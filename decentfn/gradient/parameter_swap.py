@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -119,14 +119,45 @@ def entries_of(module: nn.Module, prefix: str = "") -> list[Entry]:
 
 
 @contextmanager
+def in_eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Context in which a module, the first, and those within it are in eval mode; their modes are restored at exit.
+
+    A class with a `train` of its own is told, as in a plain loop: some drop there what they cached in eval mode.
+    """
+    were = [(inner, inner.training) for inner in modules]
+    is_told = any([type(inner).train is not nn.Module.train for inner in modules])
+    if is_told:  # one by one: some return nothing
+        modules[0].train()
+        modules[0].eval()
+    else:  # an exported module, whose eval() raises, too
+        for inner, _ in were:
+            inner.training = False
+    try:
+        yield
+    finally:
+        if is_told:
+            modules[0].train()
+            modules[0].train(were[0][1])
+        for inner, was in were:
+            inner.training = was
+
+
+@contextmanager
 def to_evaluate(
-    loss_fn: Any, entries: list[Entry], params: dict[str, Tensor], buffers: dict[str, Tensor]
+    loss_fn: Any,
+    entries: list[Entry],
+    modules: Sequence[nn.Module],
+    params: dict[str, Tensor],
+    buffers: dict[str, Tensor],
 ) -> Iterator[Callable[[Any], Any]]:
-    """Context in which a module has these weights, with the loss as a function of batches; each finds these buffers."""
+    """Context in which a module, the first of `modules`, has these weights and is in eval mode, with the loss as a function
+    of batches; each finds these buffers.
+    """
     own = own_by_name(entries)
     moving = {name: b.clone() for name, b in buffers.items() if name not in loss_fn.frozen}
     given = loss_fn.require_same(own, {**params, **buffers, **moving})
-    with ParameterSwap.beside_weights(loss_fn, entries, given), weights(entries, given):
+    beside = ParameterSwap.beside_weights(loss_fn, entries, given)
+    with beside, weights(entries, given), in_eval_mode(modules):
         own_now = {id(b) for b in moving.values()}
         places = [(e.holder, e.key, x) for e in entries if id(x := e.holder[e.key]) in own_now]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from functools import partial
 from numbers import Integral
 from typing import Any
@@ -169,9 +169,8 @@ def _of_replicas(metric: Callable[..., Any], replicas: list[_Replica]) -> Iterat
         functions = [partial(evaluated, x, b) if takes_buffers else partial(evaluated, x) for x, b in replicas]
         yield [partial(nullcontext, of) for of in functions]
         return
-    with ExitStack() as stack:
-        with_weights = _evaluating(stack.enter_context, swapping(metric))
-        yield [partial(with_weights, *replica) for replica in replicas]
+    with swapping(metric) as lent:
+        yield [partial(lent, *replica) for replica in replicas]
 
 
 def _together(metric: ShardedLoss) -> Callable[..., Any]:

@@ -335,6 +335,32 @@ def test_a_state_dict_comes_back():
         df.load_state_dict(net, start, {"count": torch.zeros(1)})
 
 
+class Assigning(nn.Module):
+    """Loads by assignment, as quantized modules and codebooks do."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+        self.register_buffer("codes", torch.zeros(2))
+
+    def _load_from_state_dict(self, state_dict, prefix, *others):
+        self.weight = nn.Parameter(state_dict[prefix + "weight"])
+        self.codes = state_dict[prefix + "codes"]
+
+
+def test_a_state_dict_is_loaded_as_the_module_loads_it():
+    net = Assigning()
+    init, _ = df.all_reduce(df.functional(net, mse_loss)[2], df.sgd(0.1), df.topology("complete", 1))
+    state = init(*df.functional(net, mse_loss)[:2])
+    given = {"weight": torch.arange(3.0), "codes": torch.arange(2.0)}
+    loaded = df.load_state_dict(net, state, given)
+    held = df.params(loaded) | df.buffers(loaded)
+    assert all(torch.equal(held[name], x) and held[name].data_ptr() != x.data_ptr() for name, x in given.items())
+    assert not any(x.any() for x in (*net.state_dict().values(), *df.params(state).values()))
+    with pytest.raises(ValueError, match=r"has loaded another shape into 'codes' than the state's, \[2\]"):
+        df.load_state_dict(net, state, {**given, "codes": torch.zeros(5)})
+
+
 class Tokens(nn.Module):
     def __init__(self):
         super().__init__()

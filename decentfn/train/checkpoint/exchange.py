@@ -98,7 +98,7 @@ def load_state_dict(module: nn.Module, state: State, state_dict: Mapping[str, An
             `get_extra_state` are then ignored.
 
     Raises:
-        ValueError: a stacked state; a plain module with a state of a sharded one.
+        ValueError: a stacked state; a plain module with a state of a sharded one; a module that loads another shape.
         RuntimeError: PyTorch's, if names or shapes do not fit; on every process of the worker.
     """
     rule = "the state is stacked; df.stack(df.load_state_dict(module, one, ...), N) of one worker's."
@@ -111,14 +111,21 @@ def load_state_dict(module: nn.Module, state: State, state_dict: Mapping[str, An
     if is_sharded:
         tensors |= _shards(module, state_dict)
     else:
-        with torch.no_grad(), lock_of_module(module), weights(entries_of(module), _without_criterion(module, tensors)):
+        loaded, shapes = _without_criterion(module, tensors), {name: x.shape for name, x in tensors.items()}
+        with torch.no_grad(), lock_of_module(module), weights(entries_of(module), loaded):
             module.load_state_dict(state_dict, strict=True)
+        for name, new in loaded.items():
+            rule = f"the module has loaded another shape into {name!r} than the state's, {list(shapes[name])}."
+            has_room = new is not None and new.shape == shapes[name]
+            require(has_room, "load_state_dict(module, state, state_dict)", rule)
+            if new is not tensors[name]:  # assigned by the module's own _load_from_state_dict
+                tensors[name] = new.detach().to(tensors[name], copy=True)
     new = with_params(state, {name: tensors[name] for name in x})
     if b is None:
         return new
-    loaded = trees.map(lambda x: x, b)  # of the same type
-    loaded.update({name: tensors[name] for name in b})
-    return new._replace(local=new.local._replace(buffers=loaded))
+    held = trees.map(lambda x: x, b)  # of the same type
+    held.update({name: tensors[name] for name in b})
+    return new._replace(local=new.local._replace(buffers=held))
 
 
 def _named(call: str, module: nn.Module, x: Any, b: Any) -> dict[str, Tensor]:
