@@ -207,6 +207,18 @@ def test_a_worker_of_weight_0_whose_gradient_is_nan_moves_nothing(algorithm, aro
     assert again.isfinite().all() and losses.isfinite().all() and not torch.equal(again[:-1], with_nan[:-1])
 
 
+def test_a_worker_of_weight_0_whose_gradient_is_nan_keeps_its_buffers():
+    def loss_fn(params, buffers, batch):
+        loss, count = of_masked_samples(params, batch)
+        return loss, ({"mean": (batch[0] * batch[1]).sum() / batch[1].sum()}, count)
+
+    topology = df.topology("complete", 1)
+    init, step = df.all_reduce(loss_fn, df.sgd(0.1), topology, weight=lambda count: count)
+    state = init({"w": torch.zeros(2)}, {"mean": torch.ones(())})
+    state, _ = step(state, (torch.ones(5, 1), torch.zeros(5, 1)), 0)
+    assert state.buffers["mean"] == 1 and (df.params(state)["w"] == 0).all()
+
+
 @each_method
 def test_a_weight_that_cannot_be_computed_is_refused(algorithm, options, loop):
     name = algorithm.__name__

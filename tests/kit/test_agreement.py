@@ -96,6 +96,21 @@ def test_an_outer_optimizer_is_compared_by_its_structure():
     assert "has 'outer_optimizer" in refused(built(0.1), built(0.2))
 
 
+@pytest.mark.parametrize(
+    ("wrap", "argument", "values"),
+    [
+        (df.guard, "limit", (3, 4)),
+        (df.average_buffers, "gamma", (1.0, 0.5)),
+        (df.average_buffers, "overlap", (True, False)),
+        (df.mix_state, "schedules", [{"momentum": df.topology(name, 2)} for name in ("chain", "complete")]),
+    ],
+)
+def test_the_arguments_of_a_wrapper_are_compared(wrap, argument, values):
+    algorithm = df.adapt_then_combine(loss_fn, df.sgd(0.1, momentum=0.9), df.topology(TOPOLOGY, 2))
+    said = refused(*[wrap(algorithm, **{argument: value}) for value in values])
+    assert f"{wrap.__name__} {'momentum' if wrap is df.mix_state else argument}" in said
+
+
 def test_another_algorithm_is_named():
     message = refused(build("diloco"), build("noloco"))
     assert "Rank 0 has 'algorithm diloco', rank 1 has 'algorithm noloco'" in message

@@ -232,6 +232,23 @@ def test_what_a_loss_makes_bad_beside_its_gradient_is_counted_and_raised(name):
     assert (caught.value.worker, caught.value.step, caught.value.next_step) == (1, 2, 2)
 
 
+def test_a_mask_of_infinite_values_is_no_bad_buffer():
+    def loss_fn(p, buffers, b):
+        return (p["w"] * b).sum(), (buffers, None)
+
+    init, step = df.guard(df.all_reduce(loss_fn, df.sgd(0.1), df.topology("complete", 1)), limit=1)
+    state, metrics = step(init({"w": torch.zeros(2)}, {"mask": torch.tensor([0.0, -torch.inf])}), torch.ones(2), 0)
+    assert metrics.guard.skipped == 0 and state.buffers["mask"][1] == -torch.inf
+
+
+def test_memory_that_would_become_bad_stays_and_what_was_bad_before_starts_again():
+    init, step = df.guard(df.diloco(is_never_good, df.sgd(1e38), df.topology("complete", 1), inner_steps=1))
+    state = init(torch.ones(3))
+    state.memory.b[0].copy_(torch.tensor([0.0, 3.4e38, NAN]))
+    state, _ = step(state, torch.ones(3), 0)
+    assert state.memory.b[0].tolist() == pytest.approx([1e38, 3.4e38, 0.0])
+
+
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("row", "with_buffers"),

@@ -11,6 +11,7 @@ from torch.utils.data import DistributedSampler
 import decentfn as df
 from decentfn.comm import collectives
 from decentfn.core import trees
+from decentfn.testing import problem
 from decentfn.testing.ranks import on_kept_ranks
 
 pytestmark = pytest.mark.thorough
@@ -374,6 +375,14 @@ def recorder():
         return df.kit.Buckets(pull, grads.plan), new
 
     return df.transforms.MixAware(init, update)
+
+
+def test_the_state_of_an_average_has_a_copy_of_the_buffers():
+    algorithm = df.ema(df.all_reduce(problem.loss_with_buffers, df.sgd(0.1), df.topology("complete", 1)))
+    state = algorithm.init(problem.params(), problem.buffers(3))
+    copied, own = df.ema_state(state).buffers, state.buffers
+    assert copied["count"] == 3 and copied["count"] is not own["count"]
+    torch.testing.assert_close(copied["means"], own["means"], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("chained", [False, True])
