@@ -138,12 +138,12 @@ def test_the_gradients_of_micro_batches_are_summed_and_divided_in_place():
     assert new_vectors[1] < new_vectors[0] + 100  # 4 * D more, if each sum were a new vector
 
 
-def test_a_simulated_eager_step_frees_the_messages_and_masks_none():
-    """Gradient, mix, update, and the new parameters."""
+def test_a_simulated_eager_step_frees_the_messages_and_the_gradient_and_masks_none():
+    """Mix and update, and either the gradient or the new parameters."""
     init, step = df.adapt_while_communicate(loss_fn, df.sgd(0.1), df.topology("one-peer-exp", 8))
     step, batch = df.simulate(step, 8), torch.ones(8, 1 << 16)
     state, _ = step(df.stack(init(PARAMS), 8), batch, 0)
-    assert peak_of(lambda: step(state, batch, 1)) < 4.1 * 8 * 4 * D
+    assert peak_of(lambda: step(state, batch, 1)) < 3.1 * 8 * 4 * D
     assert not elements_of(lambda: step(state, batch, 1), "aten::masked_fill", "aten::masked_fill_")
 
 

@@ -58,6 +58,8 @@ def adapt_while_communicate(
         seen = mixed if update_at == "mixed" else x
         posted = posted if worker.wants_mix else None  # else the messages are freed before there is an update
         u, local = worker.update(g.grads, g, local, seen, posted=posted)
-        return kit.State(kit.add(mixed, u), local), g.metrics
+        metrics = g.metrics
+        del g  # and so is the gradient, before there are new parameters
+        return kit.State(kit.add(mixed, u), local), metrics
 
     return worker.algorithm(step)
