@@ -263,11 +263,11 @@ def _own_steps(clock: Clock, topology: Topology, nbytes: float, steps: int, firs
         out, into = clock.network.interfaces(m, clock.network.node)
         leaving, entering, link = clock.network.occupies(m, nbytes)
         latency = clock.network.latencies(m, clock.network.node)
-        has_mass, held, flags = mass[i] * (1 - sum(shares)) >= LEAST_MASS, mass[i], list[bool]()
+        held, flags = mass[i], list[bool]()
         for share, to in zip(shares, topology.peers(t).destinations[i], strict=True):
             box = boxes.setdefault((i, to), [])
             travels = len(box) > 1 or (bool(box) and box[0].arrives > now)
-            flags.append(to >= 0 and share > 0 and has_mass and not travels)
+            flags.append(to >= 0 and share > 0 and bool(mass[i] - share * held >= LEAST_MASS) and not travels)
             if not flags[-1]:
                 continue
             [row] = np.flatnonzero((m.senders == i) & (m.receivers == to))[:1]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import decentfn as df
+from decentfn.comm.collectives.arrivals import _at_once
 from decentfn.planning import Cluster, Link
 from decentfn.timing import Exchange, Links
 from tests.timing.traces import RECORDED, merges
@@ -165,3 +166,15 @@ def test_more_bandwidth_never_ends_later_and_nobody_waits_less_than_0(seed):
 def test_what_no_clock_has_is_refused(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+def test_near_the_least_mass_a_timeline_sends_what_a_mailbox_would():
+    """Slot by slot, as long as enough stays: of step 1's two shares the first one."""
+    own = 2.0**-15
+    w = np.full((3, 3), (1 - own) / 2) + np.eye(3) * (own - (1 - own) / 2)
+    topology = df.topologies.from_matrices("greedy", w)
+    clock = df.clock([0.1, 0.35, 0.35], Cluster(3, Link(10)))
+    trace = clock.timeline(Exchange(topology, 1e3, is_awaited=False), 3).trace
+    assert trace.sent[0][:2] == ((True, True, False), (True, False, False))
+    given = _at_once(topology, 1, torch.full((3,), own, dtype=torch.float64))  # as the simulator, and a mailbox
+    assert (given.to[0] >= 0).tolist() == [*trace.sent[0][1]]
