@@ -41,8 +41,8 @@ def moments(grads: Buckets, state: AdamState, b1: float, b2: float) -> AdamState
     """Return Adam's next count and running means."""
 
     def square(v: Tensor, g: Tensor) -> Tensor:
-        g, out = g.to(v.dtype), into(v)
-        return torch.addcmul(torch.mul(v, b2, out=out), g, g, value=1 - b2, out=out)
+        g = g.to(v.dtype)
+        return torch.mul(v, b2, out=into(v)).addcmul_(g, g, value=1 - b2)
 
     mu = each(lambda m, g: torch.lerp(m, g.to(m.dtype), 1 - b1, out=into(m)), state.mu, grads)
     nu = each(square, state.nu, grads)
@@ -213,7 +213,7 @@ def _direction(grads: Buckets, mu: Buckets, nu: Buckets, k: Tensor, b1: float, b
     correction2 = once(1.0 / torch.sqrt(1 - b2 ** k.to(torch.float64)))
 
     def one(g: Tensor, m: Tensor, v: Tensor) -> Tensor:
-        root = (torch.sqrt(v) * correction2.to(v.dtype)).add_(eps)
+        root = torch.sqrt(v).mul_(correction2.to(v.dtype)).add_(eps)
         return (m * correction1.to(m.dtype)).div_(root).to(g.dtype)
 
     return each(one, grads, mu, nu)
