@@ -1,5 +1,6 @@
 """What everyday calls copy and keep alive, in copies of the parameters: the price beside the plain PyTorch, counted."""
 
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -135,6 +136,10 @@ def test_an_update_of_adam_makes_one_vector_of_each_moment_root_and_direction():
     counted = "aten::mul", "aten::addcmul", "aten::sqrt"
     made = elements_of(lambda: optimizer.update(grads, state.local.opt, state.params), *counted)
     assert 4 * D <= made < 4.1 * D  # v, its root, the direction, and the update
+    init, step = df.adapt_while_communicate(loss_fn, optimizer, df.topology("base", 2))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*performance drop")  # addcmul_ would loop over the workers
+        df.simulate(step, 2)(df.stack(init(PARAMS), 2), torch.ones(2, 1 << 16), 0)
 
 
 def test_the_gradients_of_micro_batches_are_summed_and_divided_in_place():
