@@ -129,13 +129,13 @@ def test_a_donated_step_holds_no_second_moments():
         assert peak_of(lambda step=step, state=state: step(state, batch, 2)) < copies * 4 * D
 
 
-def test_an_update_of_adam_makes_one_vector_of_each_moment_root_and_direction():
-    """The second moment is updated, and its root corrected, in place; once in two vectors more."""
+def test_an_update_of_adam_makes_one_vector_of_each_root_and_direction():
+    """The root of the second moment is corrected in place; once in a vector more."""
     state, _ = trained(optimizer := df.adam(1e-3))
     grads = df.kit.each(torch.randn_like, state.params)
     counted = "aten::mul", "aten::addcmul", "aten::sqrt"
     made = elements_of(lambda: optimizer.update(grads, state.local.opt, state.params), *counted)
-    assert 4 * D <= made < 4.1 * D  # v, its root, the direction, and the update
+    assert 5 * D <= made < 5.1 * D  # v in two, its root, the direction, and the update
     init, step = df.adapt_while_communicate(loss_fn, optimizer, df.topology("base", 2))
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*performance drop")  # addcmul_ would loop over the workers

@@ -22,7 +22,6 @@ from decentfn.optim.transforms.basic import (
     unless_zero,
 )
 from decentfn.optim.transforms.transform import Transform, ascending, chain
-from decentfn.torch_private import functorch
 
 
 class AdamState(NamedTuple):
@@ -42,9 +41,8 @@ def moments(grads: Buckets, state: AdamState, b1: float, b2: float) -> AdamState
     """Return Adam's next count and running means."""
 
     def square(v: Tensor, g: Tensor) -> Tensor:
-        g, own = g.to(v.dtype), torch.mul(v, b2, out=into(v))
-        of = torch.addcmul if functorch.is_batched(own) else Tensor.addcmul_  # which has no rule for workers
-        return of(own, g, g, value=1 - b2)
+        g, out = g.to(v.dtype), into(v)
+        return torch.addcmul(torch.mul(v, b2, out=out), g, g, value=1 - b2, out=out)
 
     mu = each(lambda m, g: torch.lerp(m, g.to(m.dtype), 1 - b1, out=into(m)), state.mu, grads)
     nu = each(square, state.nu, grads)
