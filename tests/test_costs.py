@@ -1,5 +1,6 @@
 """What everyday calls copy and keep alive, in copies of the parameters: the price beside the plain PyTorch, counted."""
 
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -128,6 +129,19 @@ def test_a_donated_step_holds_no_second_moments():
         assert peak_of(lambda step=step, state=state: step(state, batch, 2)) < copies * 4 * D
 
 
+def test_an_update_of_adam_makes_one_vector_of_each_root_and_direction():
+    """The root of the second moment is corrected in place; once in a vector more."""
+    state, _ = trained(optimizer := df.adam(1e-3))
+    grads = df.kit.each(torch.randn_like, state.params)
+    counted = "aten::mul", "aten::addcmul", "aten::sqrt"
+    made = elements_of(lambda: optimizer.update(grads, state.local.opt, state.params), *counted)
+    assert 5 * D <= made < 5.1 * D  # v in two, its root, the direction, and the update
+    init, step = df.adapt_while_communicate(loss_fn, optimizer, df.topology("base", 2))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*performance drop")  # addcmul_ would loop over the workers
+        df.simulate(step, 2)(df.stack(init(PARAMS), 2), torch.ones(2, 1 << 16), 0)
+
+
 def test_the_gradients_of_micro_batches_are_summed_and_divided_in_place():
     new_vectors = []
     for count in (1, 4):
@@ -222,6 +236,22 @@ def test_an_eager_step_of_all_workers_or_runs_makes_few_python_calls_more_than_o
     for t in range(2):
         state, _ = step(state, batch, t)
     assert len(every := calls_of(lambda: step(state, batch, 2))[1]) <= most, len(every)
+
+
+def test_simulated_workers_by_autograd_compare_the_attributes_of_a_module_that_keeps_none_in_few_calls():
+    """Once a call for each of their tables, 870 in all for 8 workers and three modules."""
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+    params, buffers, of_module = df.functional(module, torch.nn.functional.mse_loss)
+    init, step = df.adapt_while_communicate(df.autograd(of_module), df.sgd(0.1), df.topology("base", 8))
+    state, step, batch = (
+        df.stack(init(params, buffers), 8),
+        df.simulate(step, 8),
+        (torch.ones(8, 2, 4), torch.ones(8, 2, 1)),
+    )
+    for t in range(2):
+        state, _ = step(state, batch, t)
+    own, every = calls_of(lambda: step(state, batch, 2))
+    assert own.count("turns") == 9 and len(every) <= 1800, len(every)
 
 
 def test_a_batch_of_a_fixed_part_reads_no_more_than_the_batch():

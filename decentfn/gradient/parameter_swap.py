@@ -6,6 +6,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
+from operator import is_
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -210,14 +212,12 @@ def put_back(loss_fn: Any, changed: list[str]) -> Iterator[None]:
     """Context in which a loss's modules may be called; if it replaces or adds tensors among their attributes, all of these
     are put back, and `changed` gets the names.
     """
-    tables = attributes_of(loss_fn)
-    before = [dict(table) for table in tables]
+    before = _noted(attributes_of(loss_fn), {}).values()
     try:
         yield
     finally:
-        pairs = [*zip(tables, before, strict=True)]
-        changed += sorted({k for t, old in pairs for k, x in t.items() if x is not old.get(k) and _holds_tensors(x)})
-        for table, old in pairs if changed else ():
+        changed += sorted({k for t, old in before for k, x in t.items() if x is not old.get(k) and _holds_tensors(x)})
+        for table, old in before if changed else ():
             table.clear()
             table.update(old)
 
@@ -228,11 +228,12 @@ def turns(loss_fn: Any, kept: list[dict[int, Any]], workers: int) -> Iterator[in
     `kept` holds them between steps, by table. What is changed between steps is changed for all workers.
     """
     tables = attributes_of(loss_fn)
-    now = {id(table): (table, dict(table)) for table in tables}  # with the table, whose id is not given again
+    here = now = _noted(tables, kept[-1] if kept else {})
     before = kept[:] if len(kept) == workers else [now] * workers
     kept.clear()  # after an error, all continue from what the modules have then
     for worker in range(workers):
-        for table in tables:
+        is_there = before[-1] is now and before[worker] is here
+        for table in () if is_there else tables:
             (_, new), (_, left), (_, its) = (
                 d.get(id(table), now[id(table)]) for d in (now, before[-1], before[worker])
             )
@@ -241,7 +242,21 @@ def turns(loss_fn: Any, kept: list[dict[int, Any]], workers: int) -> Iterator[in
             table.update({key: x for key, x in its.items() if key not in outside})
             table.update({key: new[key] for key in outside & new.keys()})
         yield worker
-        kept.append({id(table): (table, dict(table)) for table in tables})
+        here = _noted(tables, before[worker])
+        kept.append(here)
+
+
+def _noted(tables: list[dict[str, Any]], last: dict[int, Any]) -> dict[int, Any]:
+    """Return each table by its id, which it keeps as long, and a copy of it; `last` itself if nothing has changed."""
+    copies = [own for _, own in last.values()]
+    is_same = ([*map(id, tables)], [*map(len, tables)]) == ([*last], [*map(len, copies)])
+    if is_same and all(map(is_, _contained(tables), _contained(copies))):
+        return last
+    return {id(table): (table, dict(table)) for table in tables}
+
+
+def _contained(tables: list[dict[str, Any]]) -> Iterator[Any]:
+    return chain(*tables, *map(dict.values, tables))
 
 
 def _holds_tensors(x: Any) -> bool:
