@@ -7,12 +7,10 @@ from typing import Any
 
 import torch
 
-from decentfn.torch_private.names import BATCHING, DISPATCH
+from decentfn.torch_private.names import DISPATCH
 
 _included, _excluded, dispatching_as = (private.find() for private in DISPATCH)
 """Context `dispatching_as(*surroundings())` restores, within an operator's kernel, the dispatcher's outer state."""
-
-_modes: Any = getattr(BATCHING.find(), "Python", None)
 
 missing = [private.name for private in DISPATCH if private.find() is None]
 """Needed names that this version of PyTorch lacks."""
@@ -27,17 +25,8 @@ def surroundings() -> tuple[Any, Any]:
     """Return the state of PyTorch's dispatcher: autograd, autocast, torch.func. Compiled code turns most of it off.
 
     In AOTAutograd, the public `torch.inference_mode(False)` would leave views untracked, and so gradients wrong.
-
-    Raises:
-        RuntimeError: a TorchDispatchMode is on, which sees nothing of what a kernel does.
     """
-    included = _included()
-    if _modes is not None and included.has(_modes):
-        raise RuntimeError(
-            "step(state, batch, t) under a TorchDispatchMode, such as FlopCounterMode: it does not see the gradient of "
-            "df.autograd(loss_fn), which is one operator; take the step outside of it, or leave df.autograd out."
-        )
-    return included, _excluded()
+    return _included(), _excluded()
 
 
 def allow_saved_tensors_hooks() -> None:
