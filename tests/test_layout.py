@@ -11,7 +11,6 @@ import decentfn as df
 from decentfn.core import trees
 from decentfn.engine.layout import Layout
 from decentfn.testing import problem
-from tests.allocations import calls_of
 from tests.contract import ROWS
 
 FEW = ("adapt_while_communicate", "diloco")
@@ -99,16 +98,6 @@ def test_several_states_of_one_step_share_a_spare_and_nothing_else():
     assert all(x is y for state, its in zip(mine, tensors, strict=True) for x, y in zip(state.params, its, strict=True))
     places = [x.untyped_storage().data_ptr() for state in mine for x in trees.leaves(state)]
     assert len(set(places)) == len(places)
-
-
-def test_a_step_looks_for_the_parts_of_a_state_once_however_many_vectors_it_has():
-    step, state = made("diloco")
-    compiled = df.compile(step, backend="eager")
-    for t in range(2):
-        state, _ = compiled(state, batch("diloco", t), t)
-    given = batch("diloco", 2)
-    own, every = calls_of(lambda: compiled(state, given, 2))
-    assert own.count("_apart") == 0 and every.count("get") <= 1, (own, every.count("get"))
 
 
 def test_a_view_of_parameters_is_of_one_step_and_a_copy_stays():

@@ -122,7 +122,7 @@ def compile(
             functions = _on_leaves(step, state if layout is None else layout.template, donate)
             pair = [torch.compile(function, **given) for function in functions]
             progress.begin()
-        places, held = (leaves, ()) if layout is None else layout.take(leaves)
+        places, spare = (leaves, {}) if layout is None else layout.take(leaves)
         # torch.compile drops writes to a 0-d float64 input, so such a leaf is passed as [its view of shape [1]].
         for i, x in enumerate(places):
             if isinstance(x, Tensor) and x.dim() == 0 and x.dtype == torch.float64:
@@ -136,7 +136,7 @@ def compile(
             with lock, uninterrupted() if is_held else nullcontext():
                 result = pair[bool(context.resting)](places, batch, t)
                 if layout is not None:
-                    layout.put(leaves, result[1], *held)
+                    layout.put(leaves, spare, result[1])
         except Exception as error:
             progress.end(done=False)
             if not explain(step, error, state, batch, _GRAPHS, is_first=not has_failed):

@@ -18,8 +18,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from decentfn.core import trees
 from decentfn.core.buckets import Buckets
 
-_Parts = dict[int, list[Tensor]]  # of the leaves that are taken apart, by position
-
 
 class Layout:
     """Parts and spare parameters of the states of one form.
@@ -32,8 +30,8 @@ class Layout:
 
     def __init__(self, state: Any, by_leaf: bool) -> None:
         self._sizes: dict[int, list[int]] = {}  # of the parts of a leaf, by its position
-        self._parts = WeakIdKeyDictionary()  # of a state's leaves, by its first parameters
-        self._spares: list[tuple[dict[int, Tensor], _Parts]] = []  # not in use, with their parts
+        self._parts = WeakIdKeyDictionary()  # by the tensor
+        self._spares: list[dict[int, Tensor]] = []  # not in use
         position = {id(x): i for i, x in enumerate(trees.leaves(state))}
         self._moved = [position[id(x)] for x in state.params if id(x) in position]
 
@@ -50,38 +48,40 @@ class Layout:
         self.template = trees.enumerate_leaves(state)
         """The state with parts of its buckets as buckets, and positions in place of tensors."""
 
-    def take(self, leaves: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
-        """Return the parts of a state's leaves, those of parameters with those of the spare; and what `put` wants back."""
-        try:
-            spare, new = self._spares.pop()
-        except IndexError:  # asked first, another thread could take the last one
-            with torch.inference_mode(False):  # or later steps outside that mode could not write to what is made here
-                spare = {i: torch.empty_like(leaves[i]) for i in self._moved}
-            new = {i: [x] for i, x in spare.items()} | self._apart(spare)
-        parts = self._parts.get(leaves[self._moved[0]])
-        if parts is None or any(leaves[i].data_ptr() != its[0].data_ptr() for i, its in parts.items()):
-            self._parts[leaves[self._moved[0]]] = parts = self._apart(dict(enumerate(leaves)))
+    def take(self, leaves: Sequence[Any]) -> tuple[list[Any], dict[int, Tensor]]:
+        """Return the parts of a state's leaves, those of parameters with those of the spare; and the spare."""
         given: list[Any] = []
-        for i, x in enumerate(leaves):
-            its = parts.get(i) or [x]
-            given += zip(its, new[i], strict=True) if i in new else its
-        return given, (spare, new, parts)
+        with torch.inference_mode(False):  # or later steps outside that mode could not write to what is made here
+            try:
+                spare = self._spares.pop()
+            except IndexError:  # asked first, another thread could take the last one
+                spare = {i: torch.empty_like(leaves[i]) for i in self._moved}
+            for i, x in enumerate(leaves):
+                parts = self._apart(i, x)
+                given += zip(parts, self._apart(i, spare[i]), strict=True) if i in spare else parts
+        return given, spare
 
-    def put(self, leaves: Sequence[Any], is_new: bool, spare: dict[int, Tensor], new: _Parts, parts: _Parts) -> None:
+    def put(self, leaves: Sequence[Any], spare: dict[int, Tensor], is_new: bool) -> None:
         """Take back the spare; if it has the new parameters, they change places."""
-        for i, other in spare.items() if is_new else ():
-            x, old = leaves[i], leaves[i].detach()
-            x.set_(other)
-            other.set_(old)
-            if i in parts:
-                parts[i], new[i] = new[i], parts[i]
-        self._spares.append((spare, new))
+        if is_new:
+            for i, new in spare.items():
+                x: Tensor = leaves[i]
+                parts, old = (self._apart(i, new), self._apart(i, x)), x.detach()
+                x.set_(new)  # pyright: ignore[reportArgumentType]
+                new.set_(old)  # pyright: ignore[reportArgumentType]
+                if i in self._sizes:
+                    self._parts[x], self._parts[new] = parts
+        self._spares.append(spare)
 
-    @torch.inference_mode(False)
-    def _apart(self, leaves: dict[int, Any]) -> _Parts:
-        cut = {i: sizes for i, sizes in self._sizes.items() if len(sizes) > 1 and i in leaves}
-        # To write to views of one storage, torch.compile would copy all of it; in its eyes these share none.
-        return {i: [torch.from_dlpack(x) for x in leaves[i].detach().split(cut[i], dim=-1)] for i in cut}
+    def _apart(self, i: int, x: Any) -> list[Any]:
+        sizes = self._sizes.get(i, ())
+        if len(sizes) < 2:
+            return [x]
+        parts = self._parts.get(x)
+        if parts is None or parts[0].data_ptr() != x.data_ptr():
+            # To write to views of one storage, torch.compile would copy all of it; in its eyes these share none.
+            self._parts[x] = parts = [torch.from_dlpack(part) for part in x.detach().split(sizes, dim=-1)]
+        return parts
 
 
 def _has_one_layout(state: Any) -> bool:
