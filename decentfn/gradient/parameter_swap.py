@@ -131,7 +131,7 @@ def in_eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
     if is_told:  # one by one: some return nothing
         modules[0].train()
         modules[0].eval()
-    else:  # an exported module, whose eval() raises, too
+    else:  # also an exported module, which refuses to be told
         for inner, _ in were:
             inner.training = False
     try:
