@@ -98,7 +98,7 @@ def diloco(
     weigh = kit.as_weight("diloco", weight)
     require(0 <= real("diloco", "fraction", fraction) <= 1, "diloco", "the fraction lies in [0, 1].", fraction=fraction)
     outer_optimizer = nesterov("diloco", outer_learning_rate, outer_momentum, outer_optimizer)
-    means = Means("diloco", inner_steps, compressor, error_decay, worker, weight is not None)
+    means = Means("diloco", inner_steps, compressor, error_decay, worker, sends_progress=weight is not None)
 
     def start(x: kit.Buckets) -> Memory:
         phi = kit.copy_wide(x)

@@ -90,5 +90,7 @@ def factored_gossip_diloco(
         return Memory(phi, outer_optimizer.init(phi), errors)
 
     step = local_steps(worker, schedule, outer, post=post)
-    its = {"outer_optimizers": (outer_optimizer,), "whole_buckets": feedback.is_on}
-    return worker.algorithm(step, start, schedules=(schedule,), **its)
+    outer_optimizers = (outer_optimizer,)
+    return worker.algorithm(
+        step, start, schedules=(schedule,), outer_optimizers=outer_optimizers, whole_buckets=feedback.is_on
+    )

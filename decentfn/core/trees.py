@@ -177,10 +177,15 @@ def plain(tree: PyTree) -> PyTree:
 
 def not_plain(leaf: torch.Tensor) -> str:
     """Return what keeps a tensor from being plain numbers in memory, or an empty string."""
-    if leaf.is_nested or leaf.is_quantized or leaf.is_meta:
-        return (
-            "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else "on the meta device, without values"
-        )
+    if leaf.is_quantized:
+        return "quantized"
+    return "on the meta device, without values" if leaf.is_meta else not_dense(leaf)
+
+
+def not_dense(leaf: torch.Tensor) -> str:
+    """Return "nested", or the layout of a tensor that is not strided, or an empty string."""
+    if leaf.is_nested:
+        return "nested"
     return "" if leaf.layout == torch.strided else str(leaf.layout).removeprefix("torch.")
 
 

@@ -232,8 +232,8 @@ def turns(loss_fn: Any, kept: list[dict[int, Any]], workers: int) -> Iterator[in
     before = kept[:] if len(kept) == workers else [now] * workers
     kept.clear()  # after an error, all continue from what the modules have then
     for worker in range(workers):
-        is_there = before[-1] is now and before[worker] is here
-        for table in () if is_there else tables:
+        are_its_own = before[-1] is now and before[worker] is here  # the modules hold this worker's attributes already
+        for table in () if are_its_own else tables:
             (_, new), (_, left), (_, its) = (
                 d.get(id(table), now[id(table)]) for d in (now, before[-1], before[worker])
             )
@@ -247,7 +247,10 @@ def turns(loss_fn: Any, kept: list[dict[int, Any]], workers: int) -> Iterator[in
 
 
 def _noted(tables: list[dict[str, Any]], last: dict[int, Any]) -> dict[int, Any]:
-    """Return each table by its id, which it keeps as long, and a copy of it; `last` itself if nothing has changed."""
+    """Return tables and copies of them, by the tables' ids; `last` itself if nothing has changed.
+
+    While a table is kept, no other has its id.
+    """
     copies = [own for _, own in last.values()]
     is_same = ([*map(id, tables)], [*map(len, tables)]) == ([*last], [*map(len, copies)])
     if is_same and all(map(is_, _contained(tables), _contained(copies))):

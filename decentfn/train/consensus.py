@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from decentfn.comm import collectives
-from decentfn.comm.fingerprint import compare, digest
+from decentfn.comm.fingerprint import as_bytes, compare, digest
 from decentfn.core import PyTree, checks_numbers, require, trees
 from decentfn.core.buckets import Buckets, Plan, counted_once, each, part_of, sum_within_worker, wide
 from decentfn.errors import ReplicaMismatch
@@ -274,7 +274,7 @@ def _gathered(call: str, state: Any, tree: PyTree) -> list[Tensor]:
     rows = _rows(call, state, tree)
     if collectives.world().size == 1 or not rows:
         return [x.clone() for x in rows]
-    flat = [x.cpu().contiguous().view(-1).view(torch.uint8) for x in rows]
+    flat = [as_bytes(x.cpu()) for x in rows]
     everyone = [told.split([x.numel() for x in flat]) for told in collectives.gather_bytes(torch.cat(flat))]
     return [
         torch.cat([part.clone().view(x.dtype).view(x.shape) for part in parts]).to(x.device)
@@ -297,7 +297,6 @@ def _rows(call: str, state: Any, tree: PyTree) -> Sequence[Tensor]:
         if local is not None and (x.dim() == 0 or len(x) != local):
             lines.append(f"{name or 'leaf'} {list(x.shape)}, which has no row for each of the {local} workers here")
             break
-        x = x.resolve_conj().resolve_neg()
         rows.append(x if local is not None else x[None])
         lines.append(f"{name or 'leaf'} {list(x.shape)} {x.dtype}")
     compare(call, [], "pass the same tree on every rank", lines)

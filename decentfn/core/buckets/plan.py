@@ -342,8 +342,7 @@ def _check_leaf(name: str, leaf: object) -> None:
             f"is {type(leaf).__name__}, not a tensor; pass a tree of tensors with names, such as the params of `params, buffers, loss_fn "
             "= df.functional(module, criterion)` or dict(module.named_parameters())."
         )
-    elif leaf.layout != torch.strided or leaf.is_nested:
-        kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
+    elif kind := trees.not_dense(leaf):
         why = f"is a {kind} tensor; parameters are dense: x.to_dense(), or nn.Embedding(..., sparse=False)."
     elif type(leaf) is not torch.nn.Parameter and trees.unclassed(leaf) is not leaf:
         why = (

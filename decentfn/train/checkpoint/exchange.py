@@ -116,8 +116,8 @@ def load_state_dict(module: nn.Module, state: State, state_dict: Mapping[str, An
             module.load_state_dict(state_dict, strict=True)
         for name, new in loaded.items():
             rule = f"the module has loaded another shape into {name!r} than the state's, {list(shapes[name])}."
-            has_room = new is not None and new.shape == shapes[name]
-            require(has_room, "load_state_dict(module, state, state_dict)", rule)
+            is_same_shape = new is not None and new.shape == shapes[name]
+            require(is_same_shape, "load_state_dict(module, state, state_dict)", rule)
             if new is not tensors[name]:  # assigned by the module's own _load_from_state_dict
                 tensors[name] = new.detach().to(tensors[name], copy=True)
     new = with_params(state, {name: tensors[name] for name in x})
