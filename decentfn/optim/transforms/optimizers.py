@@ -17,11 +17,13 @@ from decentfn.optim.transforms.basic import (
     Scalar,
     add_decayed_weights,
     new_count,
+    rate_in_place,
     scale_by_learning_rate,
     trace,
     unless_zero,
 )
 from decentfn.optim.transforms.transform import Transform, ascending, chain
+from decentfn.torch_private import functorch
 
 
 class AdamState(NamedTuple):
@@ -41,8 +43,8 @@ def moments(grads: Buckets, state: AdamState, b1: float, b2: float) -> AdamState
     """Return Adam's next count and running means."""
 
     def square(v: Tensor, g: Tensor) -> Tensor:
-        g, out = g.to(v.dtype), into(v)
-        return torch.addcmul(torch.mul(v, b2, out=out), g, g, value=1 - b2, out=out)
+        g, v = g.to(v.dtype), torch.mul(v, b2, out=into(v))
+        return (torch.addcmul if functorch.is_batched(g) else Tensor.addcmul_)(v, g, g, value=1 - b2)
 
     mu = each(lambda m, g: torch.lerp(m, g.to(m.dtype), 1 - b1, out=into(m)), state.mu, grads)
     nu = each(square, state.nu, grads)
@@ -81,7 +83,7 @@ def sgd(
     return chain(
         *unless_zero(weight_decay, lambda: add_decayed_weights(weight_decay, mask)),
         *unless_zero(momentum, lambda: trace(momentum, nesterov)),
-        scale_by_learning_rate(learning_rate),
+        (rate_in_place if momentum else scale_by_learning_rate)(learning_rate),
     )
 
 
@@ -230,4 +232,4 @@ def with_decay(
     """Chain a direction with weight decay, before it (l2 regularization) or after it, others, and the learning rate."""
     decay = unless_zero(weight_decay, lambda: add_decayed_weights(weight_decay, mask))
     parts = (direction, *decay) if is_decoupled else (*decay, direction)
-    return chain(*parts, *then, scale_by_learning_rate(learning_rate))
+    return chain(*parts, *then, rate_in_place(learning_rate))
