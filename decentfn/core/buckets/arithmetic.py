@@ -81,11 +81,13 @@ def add(x: Buckets, y: Buckets) -> Buckets:
     return each(lambda a, b: a + b if a.dtype == b.dtype else (a + b).to(a.dtype), x, y)  # `to` is slow under `vmap`
 
 
-def multiply(x: Buckets, factor: float | Tensor) -> Buckets:
-    """Return `x * factor`, computed wide, in the dtypes of `x`; a tensor `factor` is 0-d."""
+def multiply(x: Buckets, factor: float | Tensor, *, in_place: bool = False) -> Buckets:
+    """Return `x * factor`, computed wide, in the dtypes of `x`, `in_place` perhaps over it; a tensor `factor` is 0-d."""
 
     def product(b: Tensor) -> Tensor:
         f = factor.to(wide(b.dtype)) if isinstance(factor, torch.Tensor) else factor
+        if in_place and b.dtype == wide(b.dtype) and not functorch.is_batched(b):
+            return b.mul_(f)
         return b * f if b.dtype == wide(b.dtype) else (b.to(wide(b.dtype)) * f).to(b.dtype)
 
     return each(product, x)

@@ -79,11 +79,6 @@ def unless_zero(scalar: Scalar, transform: Callable[[], Transform]) -> tuple[Tra
     return () if not callable(scalar) and scalar == 0 else (transform(),)
 
 
-def _plus(new: Tensor, g: Tensor) -> Tensor:
-    """Return `new + g` in the memory of `new`, which is as wide and nobody else reads."""
-    return new + g if functorch.is_batched(g) else new.add_(g)
-
-
 def _scheduled(
     scalar: Scalar, apply: Callable[[Tensor, Buckets, Buckets], Buckets], *, ascends: bool = False
 ) -> Transform:
@@ -136,23 +131,15 @@ def scale_by_learning_rate(learning_rate: Scalar) -> Transform:
     Args:
         learning_rate: a number >= 0, or a function of the count of updates before this one (0-d int64 tensor).
     """
-    return _rate(learning_rate, multiply)
+    return by_rate(learning_rate)
 
 
-def rate_in_place(learning_rate: Scalar) -> Transform:
-    """Multiply by `-learning_rate` in place: for a chain whose vectors are new ones, that nobody else reads."""
+def by_rate(learning_rate: Scalar, *, in_place: bool = False) -> Transform:
+    """As `scale_by_learning_rate`; `in_place` for a chain whose vectors are new ones, which nobody else reads."""
 
-    def product(x: Buckets, factor: Tensor) -> Buckets:
-        is_new = any([functorch.is_batched(b) or b.dtype != wide(b.dtype) for b in x])
-        return multiply(x, factor) if is_new else each(lambda b: b.mul_(factor.to(b.dtype)), x)
-
-    return _rate(learning_rate, product)
-
-
-def _rate(learning_rate: Scalar, product: Callable[[Buckets, Tensor], Buckets]) -> Transform:
     def update(grads: Buckets, state: RateState, params: Buckets) -> tuple[Buckets, RateState]:
         state = next_rate(learning_rate, state)
-        return product(grads, -state.learning_rate), state
+        return multiply(grads, -state.learning_rate, in_place=in_place), state
 
     return descending(lambda params: start_rate(learning_rate, params), update)
 
@@ -206,7 +193,8 @@ def add_decayed_weights(weight_decay: Scalar, mask: Mask | None = None) -> Trans
     def decay(number: Tensor, grads: Buckets, params: Buckets) -> Buckets:
         def one(g: Tensor, x: Tensor) -> Tensor:
             w = wide(g.dtype)
-            return _plus(number.to(w) * x.to(w), g).to(g.dtype)
+            decayed = number.to(w) * x.to(w)
+            return (g.to(w) + decayed if functorch.is_batched(g) else decayed.add_(g)).to(g.dtype)
 
         return each(one, grads, params)
 
@@ -227,7 +215,7 @@ def trace(decay: float, nesterov: bool = False) -> Transform:
         return TraceState(zeros_like(params))
 
     def update(grads: Buckets, state: TraceState, params: Buckets) -> tuple[Buckets, TraceState]:
-        momentum = each(lambda m, g: _plus(decay * m, g), state.momentum, grads)
+        momentum = each(lambda m, g: decay * m + g.to(m.dtype), state.momentum, grads)
 
         def direction(g: Tensor, m: Tensor) -> Tensor:
             # Copy, so that the caller's updates and the state are never one tensor.

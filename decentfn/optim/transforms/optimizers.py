@@ -16,9 +16,8 @@ from decentfn.optim.transforms.basic import (
     RULES,
     Scalar,
     add_decayed_weights,
+    by_rate,
     new_count,
-    rate_in_place,
-    scale_by_learning_rate,
     trace,
     unless_zero,
 )
@@ -83,7 +82,7 @@ def sgd(
     return chain(
         *unless_zero(weight_decay, lambda: add_decayed_weights(weight_decay, mask)),
         *unless_zero(momentum, lambda: trace(momentum, nesterov)),
-        (rate_in_place if momentum else scale_by_learning_rate)(learning_rate),
+        by_rate(learning_rate, in_place=momentum > 0),
     )
 
 
@@ -232,4 +231,4 @@ def with_decay(
     """Chain a direction with weight decay, before it (l2 regularization) or after it, others, and the learning rate."""
     decay = unless_zero(weight_decay, lambda: add_decayed_weights(weight_decay, mask))
     parts = (direction, *decay) if is_decoupled else (*decay, direction)
-    return chain(*parts, *then, rate_in_place(learning_rate))
+    return chain(*parts, *then, by_rate(learning_rate, in_place=True))
