@@ -106,6 +106,26 @@ class Drawing:
             yield torch.tensor([float(torch.rand((), generator=one)), two.random(), three.gauss(0, 1), four.random()])
 
 
+class Fabrics(DataLoader):
+    """Sets the epoch of its sampler by its own count, as Lightning Fabric's."""
+
+    _num_iter_calls = 0
+
+    def __iter__(self):
+        self.sampler.set_epoch(self._num_iter_calls)
+        self._num_iter_calls += 1
+        yield from super().__iter__()
+
+
+class Accelerates(DataLoader):
+    """Has the method, and no state, as a loader that accelerate prepared."""
+
+    use_stateful_dataloader = False
+
+    def state_dict(self):
+        raise AttributeError("dl_state_dict")
+
+
 def own():
     return torch.Generator().manual_seed(5)
 
@@ -120,6 +140,8 @@ LOADERS = {
     "shuffled by its own generator": lambda: DataLoader(Noisy(), 3, shuffle=True, generator=own()),
     "with replacement": replacing,
     "distributed": lambda: DataLoader(Noisy(), 2, sampler=DistributedSampler(Noisy(), 2, 1, seed=3)),
+    "distributed, as Fabric's": lambda: Fabrics(Noisy(), 2, sampler=DistributedSampler(Noisy(), 2, 1, seed=3)),
+    "shuffled, as accelerate's": lambda: Accelerates(Noisy(), 3, shuffle=True),
     "a stream": lambda: DataLoader(Stream(), 3),
     "its own state": Counting,
     "its own state, which goes on": GoingOn,
