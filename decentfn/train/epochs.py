@@ -40,7 +40,8 @@ class Epochs(Iterator[tuple[int, Any]]):
         samplers = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
         parts = [loader, getattr(loader, "dataset", None), *samplers, getattr(samplers[1], "sampler", None)]
         self._parts = list({id(part): part for part in parts}.values())
-        own = [*generators, *(getattr(part, "generator", None) for part in self._parts)]
+        hidden = getattr(loader, "synchronized_generator", None)  # of the sampler within accelerate's sampler
+        own = [*generators, hidden, *(getattr(part, "generator", None) for part in self._parts)]
         self._generators = list({id(one): one for one in own if isinstance(one, GENERATORS)}.values())
         self._loader, self._num_epochs, self._t = loader, num_epochs, start
         self._size = length_hint(loader)  # 0 of a stream

@@ -1,11 +1,12 @@
 """A run that was killed in the middle of an epoch reads the batches, and draws the numbers, of one that was not."""
 
 import random
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, get_worker_info
 
 import decentfn as df
 from tests.run import killed
@@ -117,10 +118,24 @@ class Fabrics(DataLoader):
         yield from super().__iter__()
 
 
+class Every(NamedTuple):
+    """Batches of a sampler, as a shard of them is."""
+
+    batch_sampler: BatchSampler
+
+    def __iter__(self):
+        return iter(self.batch_sampler)
+
+
 class Accelerates(DataLoader):
-    """Has the method, and no state, as a loader that accelerate prepared."""
+    """Has the method and no state, and a sampler's generator behind another sampler, as a loader that accelerate prepared."""
 
     use_stateful_dataloader = False
+
+    def __init__(self):
+        self.synchronized_generator = own()
+        inner = BatchSampler(RandomSampler(Noisy(), generator=self.synchronized_generator), 2, drop_last=False)
+        super().__init__(Noisy(), batch_sampler=Every(inner))
 
     def state_dict(self):
         raise AttributeError("dl_state_dict")
@@ -141,7 +156,7 @@ LOADERS = {
     "with replacement": replacing,
     "distributed": lambda: DataLoader(Noisy(), 2, sampler=DistributedSampler(Noisy(), 2, 1, seed=3)),
     "distributed, as Fabric's": lambda: Fabrics(Noisy(), 2, sampler=DistributedSampler(Noisy(), 2, 1, seed=3)),
-    "shuffled, as accelerate's": lambda: Accelerates(Noisy(), 3, shuffle=True),
+    "shuffled, as accelerate's": Accelerates,
     "a stream": lambda: DataLoader(Stream(), 3),
     "its own state": Counting,
     "its own state, which goes on": GoingOn,
