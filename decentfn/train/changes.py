@@ -27,6 +27,7 @@ Rule = Callable[[Iterable[Tensor]], Tensor]
 """Function from the old workers' values of a leaf to the new workers' common value."""
 
 
+@torch.inference_mode(False)  # where Lightning's validation hooks run; steps must be able to write to the result
 def with_params(state: Any, params: PyTree) -> Any:
     """Return a copy of the state with other parameters, for example from a checkpoint or an average.
 
@@ -90,6 +91,7 @@ def learning_rate(state: State) -> Tensor:
     return rate
 
 
+@torch.inference_mode(False)
 def set_learning_rate(state: State, rate: float | Tensor) -> State:
     """Return a copy of the state with another learning rate, as for a schedule that follows a metric.
 

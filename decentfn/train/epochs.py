@@ -40,7 +40,8 @@ class Epochs(Iterator[tuple[int, Any]]):
         samplers = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
         parts = [loader, getattr(loader, "dataset", None), *samplers, getattr(samplers[1], "sampler", None)]
         self._parts = list({id(part): part for part in parts}.values())
-        own = [*generators, *(getattr(part, "generator", None) for part in self._parts)]
+        hidden = getattr(loader, "synchronized_generator", None)  # of the sampler within accelerate's sampler
+        own = [*generators, hidden, *(getattr(part, "generator", None) for part in self._parts)]
         self._generators = list({id(one): one for one in own if isinstance(one, GENERATORS)}.values())
         self._loader, self._num_epochs, self._t = loader, num_epochs, start
         self._size = length_hint(loader)  # 0 of a stream
@@ -65,7 +66,8 @@ class Epochs(Iterator[tuple[int, Any]]):
             ValueError: a loader without a state of its own, whose processes outlive an epoch (`persistent_workers=True`) or
                 hand over batches in any order (`in_order=False`).
         """
-        has_state = hasattr(self._loader, "state_dict")
+        # accelerate's loader has the method, and with False a state no more than the DataLoader within.
+        has_state = hasattr(self._loader, "state_dict") and getattr(self._loader, "use_stateful_dataloader", True)
         is_read_again = not has_state and getattr(self._loader, "num_workers", 0) > 0
         for option, needed, why in _OPTIONS:
             if is_read_again and getattr(self._loader, option, needed) != needed:
@@ -156,6 +158,8 @@ class Epochs(Iterator[tuple[int, Any]]):
         for part in self._parts:
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
+        if hasattr(self._loader, "_num_iter_calls"):  # by which Fabric's loader sets its sampler's epoch again
+            self._loader._num_iter_calls = epoch
 
     def _drawn(self) -> dict[str, Any]:
         """Return the states of the global generators and of the loader's own."""

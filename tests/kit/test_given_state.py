@@ -158,6 +158,23 @@ def test_a_state_from_inference_mode_is_not_written_over_and_its_copy_is():
     step(copy.deepcopy(state), network.batches(N, 0), 0)
 
 
+def test_a_state_that_is_changed_in_inference_mode_as_in_lightnings_validation_is_trained_on():
+    module = torch.nn.Linear(3, 1)
+    params, buffers, loss_fn = df.functional(module, torch.nn.functional.mse_loss)
+    init, step = df.adapt_then_combine(loss_fn, df.sgd(0.1), df.topology("complete", 1))
+    step, batch = df.donate(step), (torch.ones(2, 3), torch.ones(2, 1))
+    for change in (
+        lambda state: df.set_learning_rate(state, 0.1),
+        lambda state: df.with_params(state, df.params(state)),
+        lambda state: df.load_state_dict(module, state, df.state_dict(module, state)),
+    ):
+        state, undisturbed = init(params, buffers), init(params, buffers)
+        with torch.inference_mode():
+            state = change(state)
+        state, undisturbed = step(state, batch, 0)[0], step(undisturbed, batch, 0)[0]
+        assert torch.equal(state.params[0], undisturbed.params[0])
+
+
 def test_an_optimizer_whose_start_depends_on_values_is_taken():
     def from_values(params):
         return [torch.full((), float(bucket.sum())) for bucket in params]

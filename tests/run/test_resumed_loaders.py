@@ -1,11 +1,19 @@
 """A run that was killed in the middle of an epoch reads the batches, and draws the numbers, of one that was not."""
 
 import random
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    get_worker_info,
+)
 
 import decentfn as df
 from tests.run import killed
@@ -106,6 +114,40 @@ class Drawing:
             yield torch.tensor([float(torch.rand((), generator=one)), two.random(), three.gauss(0, 1), four.random()])
 
 
+class Fabrics(DataLoader):
+    """Sets the epoch of its sampler by its own count, as Lightning Fabric's."""
+
+    _num_iter_calls = 0
+
+    def __iter__(self):
+        self.sampler.set_epoch(self._num_iter_calls)
+        self._num_iter_calls += 1
+        yield from super().__iter__()
+
+
+class Every(NamedTuple):
+    """Batches of a sampler, as a shard of them is."""
+
+    batch_sampler: BatchSampler
+
+    def __iter__(self):
+        return iter(self.batch_sampler)
+
+
+class Accelerates(DataLoader):
+    """Has the method and no state, and a sampler's generator behind another sampler, as a loader that accelerate prepared."""
+
+    use_stateful_dataloader = False
+
+    def __init__(self):
+        self.synchronized_generator = own()
+        inner = BatchSampler(RandomSampler(Noisy(), generator=self.synchronized_generator), 2, drop_last=False)
+        super().__init__(Noisy(), batch_sampler=Every(inner))
+
+    def state_dict(self):
+        raise AttributeError("dl_state_dict")
+
+
 def own():
     return torch.Generator().manual_seed(5)
 
@@ -120,6 +162,8 @@ LOADERS = {
     "shuffled by its own generator": lambda: DataLoader(Noisy(), 3, shuffle=True, generator=own()),
     "with replacement": replacing,
     "distributed": lambda: DataLoader(Noisy(), 2, sampler=DistributedSampler(Noisy(), 2, 1, seed=3)),
+    "distributed, as Fabric's": lambda: Fabrics(Noisy(), 2, sampler=DistributedSampler(Noisy(), 2, 1, seed=3)),
+    "shuffled, as accelerate's": Accelerates,
     "a stream": lambda: DataLoader(Stream(), 3),
     "its own state": Counting,
     "its own state, which goes on": GoingOn,

@@ -84,6 +84,7 @@ def _with_values(module: nn.Module, tensors: dict[str, Tensor], parameters: Mapp
 
 
 @collectives.calling("df.load_state_dict(module, state, state_dict)")
+@torch.inference_mode(False)
 def load_state_dict(module: nn.Module, state: State, state_dict: Mapping[str, Any]) -> State:
     """Return the state with the parameters and buffers of a `state_dict`, checked like a strict `load_state_dict`.
 
