@@ -31,6 +31,13 @@ class Entry(NamedTuple):
     holder: dict[str, Any]
     key: str
     own: Tensor
+    other: dict[str, Any]  # the module's other table; a parametrization in a call leaves a tensor there (peft)
+
+    def put(self, x: Any) -> None:
+        """Put a tensor into this place, and leave it in no other."""
+        self.holder[self.key] = x
+        if self.key in self.other:
+            del self.other[self.key]
 
 
 class ParameterSwap:
@@ -81,7 +88,7 @@ class ParameterSwap:
 
     def __exit__(self, *error: object) -> None:
         for entry in self._replaced():
-            entry.holder[entry.key] = entry.own
+            entry.put(entry.own)
         for x, data, grad in self._before:
             if x.is_leaf:
                 x.grad = None
@@ -112,9 +119,9 @@ class ParameterSwap:
 def entries_of(module: nn.Module, prefix: str = "") -> list[Entry]:
     """Return every place of a parameter or buffer of a module, repeated ones included; names omit the prefix."""
     return [
-        Entry((f"{path}.{key}" if path else key).removeprefix(prefix), holder, key, x)
+        Entry((f"{path}.{key}" if path else key).removeprefix(prefix), holder, key, x, other)
         for path, m in module.named_modules()
-        for holder in (m._parameters, m._buffers)
+        for holder, other in ((m._parameters, m._buffers), (m._buffers, m._parameters))
         for key, x in holder.items()
         if x is not None
     ]
@@ -161,11 +168,11 @@ def to_evaluate(
     beside = ParameterSwap.beside_weights(loss_fn, entries, given)
     with beside, weights(entries, given), in_eval_mode(modules):
         own_now = {id(b) for b in moving.values()}
-        places = [(e.holder, e.key, x) for e in entries if id(x := e.holder[e.key]) in own_now]
+        places = [(e, x) for e in entries if id(x := e.holder[e.key]) in own_now]
 
         def loss_of(batch: Any) -> Any:
-            for holder, key, value in places:  # a call may assign a buffer
-                holder[key] = value
+            for entry, value in places:  # a call may assign a buffer
+                entry.put(value)
             for name, b in moving.items():
                 b.copy_(buffers[name])
             return loss_fn.of_current(batch)
@@ -192,7 +199,7 @@ def weights(entries: list[Entry], tensors: dict[str, Tensor]) -> Iterator[None]:
             if entry.name in tensors:
                 # A ScriptModule's holder has no `get`.
                 tensors[entry.name] = entry.holder[entry.key] if entry.key in entry.holder else None  # noqa: SIM401  # pyright: ignore
-            entry.holder[entry.key] = entry.own
+            entry.put(entry.own)
 
 
 def own_by_name(entries: list[Entry]) -> dict[str, Tensor]:
