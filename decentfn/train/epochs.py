@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import IterableDataset
 
 from decentfn.comm import collectives
 from decentfn.core import brief, log, require
@@ -43,7 +44,9 @@ class Epochs(Iterator[tuple[int, Any]]):
         own = [*generators, *(getattr(part, "generator", None) for part in self._parts)]
         self._generators = list({id(one): one for one in own if isinstance(one, GENERATORS)}.values())
         self._loader, self._num_epochs, self._t = loader, num_epochs, start
-        self._size = length_hint(loader)  # 0 of a stream
+        is_estimate = isinstance(getattr(loader, "dataset", None), IterableDataset) and not hasattr(loader, "state_dict")
+        is_estimate &= getattr(loader, "num_workers", 0) > 0  # each process may have a short last batch
+        self._size = 0 if is_estimate else length_hint(loader)  # 0 of a stream
         self._epoch = start // self._size if self._size else 0
         self._first = self._epoch * self._size
         """t of the epoch's first batch."""
@@ -120,6 +123,8 @@ class Epochs(Iterator[tuple[int, Any]]):
             then = state["now"] if start > t else None
             if state["loader"] is not None:
                 self._loader.load_state_dict(state["loader"])
+                if hasattr(self._loader, "restart_on_stop_iteration"):  # torchdata.nodes', without a length
+                    self._loader.restart_on_stop_iteration = False  # else it begins the next epoch as the rest of this one
                 t = start
                 if start - self._first == self._size > 0:
                     # All of an epoch is read: some loaders yield nothing now, and others (litdata) begin the next one.
