@@ -44,10 +44,9 @@ class Epochs(Iterator[tuple[int, Any]]):
         own = [*generators, *(getattr(part, "generator", None) for part in self._parts)]
         self._generators = list({id(one): one for one in own if isinstance(one, GENERATORS)}.values())
         self._loader, self._num_epochs, self._t = loader, num_epochs, start
-        is_estimate = isinstance(getattr(loader, "dataset", None), IterableDataset) and not hasattr(
-            loader, "state_dict"
-        )
-        is_estimate &= getattr(loader, "num_workers", 0) > 0  # each process may have a short last batch
+        is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
+        # Each of a stream's processes may have a short last batch, which the length does not count.
+        is_estimate = is_stream and getattr(loader, "num_workers", 0) > 0 and not hasattr(loader, "state_dict")
         self._size = 0 if is_estimate else length_hint(loader)  # 0 of a stream
         self._epoch = start // self._size if self._size else 0
         self._first = self._epoch * self._size
@@ -125,10 +124,9 @@ class Epochs(Iterator[tuple[int, Any]]):
             then = state["now"] if start > t else None
             if state["loader"] is not None:
                 self._loader.load_state_dict(state["loader"])
-                if hasattr(self._loader, "restart_on_stop_iteration"):  # torchdata.nodes', without a length
-                    self._loader.restart_on_stop_iteration = (
-                        False  # else it begins the next epoch as the rest of this one
-                    )
+                # torchdata.nodes' has no length, and would begin the next epoch as the rest of this one.
+                if hasattr(self._loader, "restart_on_stop_iteration"):
+                    self._loader.restart_on_stop_iteration = False
                 t = start
                 if start - self._first == self._size > 0:
                     # All of an epoch is read: some loaders yield nothing now, and others (litdata) begin the next one.
