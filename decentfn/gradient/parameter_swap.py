@@ -33,12 +33,6 @@ class Entry(NamedTuple):
     own: Tensor
     other: dict[str, Any]  # the module's other table; a parametrization in a call leaves a tensor there (peft)
 
-    def put(self, x: Any) -> None:
-        """Put a tensor into this place, and leave it in no other."""
-        self.holder[self.key] = x
-        if self.key in self.other:
-            del self.other[self.key]
-
 
 class ParameterSwap:
     """Context in which a module's own tensors have these values, through the backward pass; restored at the end.
@@ -88,7 +82,9 @@ class ParameterSwap:
 
     def __exit__(self, *error: object) -> None:
         for entry in self._replaced():
-            entry.put(entry.own)
+            entry.holder[entry.key] = entry.own
+            if entry.key in entry.other:
+                del entry.other[entry.key]
         for x, data, grad in self._before:
             if x.is_leaf:
                 x.grad = None
@@ -172,7 +168,9 @@ def to_evaluate(
 
         def loss_of(batch: Any) -> Any:
             for entry, value in places:  # a call may assign a buffer
-                entry.put(value)
+                entry.holder[entry.key] = value
+                if entry.key in entry.other:
+                    del entry.other[entry.key]
             for name, b in moving.items():
                 b.copy_(buffers[name])
             return loss_fn.of_current(batch)
@@ -199,7 +197,9 @@ def weights(entries: list[Entry], tensors: dict[str, Tensor]) -> Iterator[None]:
             if entry.name in tensors:
                 # A ScriptModule's holder has no `get`.
                 tensors[entry.name] = entry.holder[entry.key] if entry.key in entry.holder else None  # noqa: SIM401  # pyright: ignore
-            entry.put(entry.own)
+            entry.holder[entry.key] = entry.own
+            if entry.key in entry.other:
+                del entry.other[entry.key]
 
 
 def own_by_name(entries: list[Entry]) -> dict[str, Tensor]:
