@@ -25,10 +25,10 @@ def require_rows(what: str, tree: PyTree, num_workers: int) -> None:
 
 def batches_of(batch: PyTree, num_workers: int) -> list[PyTree]:
     """Return the workers' batches: the rows of a stacked one, or a list of one for each, none of them a bare tensor."""
-    batch = trees.plain(batch)
+    given, batch = batch, trees.plain(batch)
     if not all(_rows(leaf) == num_workers for leaf in trees.leaves(batch)):
         if type(batch) is list and len(batch) == num_workers and not any(isinstance(x, Tensor) for x in batch):
-            return batch
+            return given  # objects keep their classes
         require_rows("batch", batch, num_workers)
     return [trees.map(lambda x, i=i: x[i], batch) for i in range(num_workers)]
 

@@ -31,6 +31,7 @@ class Entry(NamedTuple):
     holder: dict[str, Any]
     key: str
     own: Tensor
+    other: dict[str, Any]  # the module's other table; a parametrization in a call leaves a tensor there (peft)
 
 
 class ParameterSwap:
@@ -82,6 +83,8 @@ class ParameterSwap:
     def __exit__(self, *error: object) -> None:
         for entry in self._replaced():
             entry.holder[entry.key] = entry.own
+            if entry.key in entry.other:
+                del entry.other[entry.key]
         for x, data, grad in self._before:
             if x.is_leaf:
                 x.grad = None
@@ -112,9 +115,9 @@ class ParameterSwap:
 def entries_of(module: nn.Module, prefix: str = "") -> list[Entry]:
     """Return every place of a parameter or buffer of a module, repeated ones included; names omit the prefix."""
     return [
-        Entry((f"{path}.{key}" if path else key).removeprefix(prefix), holder, key, x)
+        Entry((f"{path}.{key}" if path else key).removeprefix(prefix), holder, key, x, other)
         for path, m in module.named_modules()
-        for holder in (m._parameters, m._buffers)
+        for holder, other in ((m._parameters, m._buffers), (m._buffers, m._parameters))
         for key, x in holder.items()
         if x is not None
     ]
@@ -161,11 +164,13 @@ def to_evaluate(
     beside = ParameterSwap.beside_weights(loss_fn, entries, given)
     with beside, weights(entries, given), in_eval_mode(modules):
         own_now = {id(b) for b in moving.values()}
-        places = [(e.holder, e.key, x) for e in entries if id(x := e.holder[e.key]) in own_now]
+        places = [(e, x) for e in entries if id(x := e.holder[e.key]) in own_now]
 
         def loss_of(batch: Any) -> Any:
-            for holder, key, value in places:  # a call may assign a buffer
-                holder[key] = value
+            for entry, value in places:  # a call may assign a buffer
+                entry.holder[entry.key] = value
+                if entry.key in entry.other:
+                    del entry.other[entry.key]
             for name, b in moving.items():
                 b.copy_(buffers[name])
             return loss_fn.of_current(batch)
@@ -193,6 +198,8 @@ def weights(entries: list[Entry], tensors: dict[str, Tensor]) -> Iterator[None]:
                 # A ScriptModule's holder has no `get`.
                 tensors[entry.name] = entry.holder[entry.key] if entry.key in entry.holder else None  # noqa: SIM401  # pyright: ignore
             entry.holder[entry.key] = entry.own
+            if entry.key in entry.other:
+                del entry.other[entry.key]
 
 
 def own_by_name(entries: list[Entry]) -> dict[str, Tensor]:

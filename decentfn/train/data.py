@@ -221,7 +221,8 @@ def epochs(loader: Iterable[Any], num_epochs: int, *, start: int = 0, generators
             batches have their own t.
         num_epochs: epochs in all, >= 1.
         start: the first t, as `df.checkpoint.restore` returns it; the batches before it in its epoch are read and
-            discarded, and without `len(loader)` those of all epochs before. Not needed with `load_state_dict`.
+            discarded, and of a loader without a length, or of a stream with processes, those of all epochs before. Not
+            needed with `load_state_dict`.
         generators: what else draws numbers for the batches and belongs in the state, of `torch.Generator`,
             `np.random.Generator` or `random.Random`; the global ones and `loader.generator` are in it.
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import IterableDataset
 
 from decentfn.comm import collectives
 from decentfn.core import brief, log, require
@@ -44,12 +45,18 @@ class Epochs(Iterator[tuple[int, Any]]):
         own = [*generators, hidden, *(getattr(part, "generator", None) for part in self._parts)]
         self._generators = list({id(one): one for one in own if isinstance(one, GENERATORS)}.values())
         self._loader, self._num_epochs, self._t = loader, num_epochs, start
-        self._size = length_hint(loader)  # 0 of a stream
+        # accelerate's loader has the method, and with False a state no more than the DataLoader within.
+        self._has_state = hasattr(loader, "state_dict") and getattr(loader, "use_stateful_dataloader", True)
+        self._has_processes = getattr(loader, "num_workers", 0) > 0
+        # Each of a stream's processes may have a short last batch, which the length does not count.
+        is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
+        is_estimate = is_stream and self._has_processes and not self._has_state
+        self._size = 0 if is_estimate else length_hint(loader)  # 0 of a stream
         self._epoch = start // self._size if self._size else 0
         self._first = self._epoch * self._size
         """t of the epoch's first batch."""
         is_generator = isgeneratorfunction(getattr(type(loader), "__iter__", None))
-        self._begins_late = is_generator and getattr(loader, "num_workers", 0) > 0
+        self._begins_late = is_generator and self._has_processes
         """True if the seeds of the loader's processes, of which each reads alone, are drawn with the first batch (litdata)."""
         self._at_first: Any = None
         """States of the generators before the epoch's first batch, once it has been read."""
@@ -66,9 +73,7 @@ class Epochs(Iterator[tuple[int, Any]]):
             ValueError: a loader without a state of its own, whose processes outlive an epoch (`persistent_workers=True`) or
                 hand over batches in any order (`in_order=False`).
         """
-        # accelerate's loader has the method, and with False a state no more than the DataLoader within.
-        has_state = hasattr(self._loader, "state_dict") and getattr(self._loader, "use_stateful_dataloader", True)
-        is_read_again = not has_state and getattr(self._loader, "num_workers", 0) > 0
+        is_read_again = self._has_processes and not self._has_state
         for option, needed, why in _OPTIONS:
             if is_read_again and getattr(self._loader, option, needed) != needed:
                 raise ValueError(
@@ -80,7 +85,7 @@ class Epochs(Iterator[tuple[int, Any]]):
             "epoch": self._epoch,
             "first": self._first,
             "process": [here.rank, here.size],
-            "loader": self._loader.state_dict() if has_state and self._at_first else None,
+            "loader": self._loader.state_dict() if self._has_state and self._at_first else None,
             "at first": self._at_first or now,
             "now": now,
         }
@@ -122,6 +127,9 @@ class Epochs(Iterator[tuple[int, Any]]):
             then = state["now"] if start > t else None
             if state["loader"] is not None:
                 self._loader.load_state_dict(state["loader"])
+                # torchdata.nodes' has no length, and would begin the next epoch as the rest of this one.
+                if hasattr(self._loader, "restart_on_stop_iteration"):
+                    self._loader.restart_on_stop_iteration = False
                 t = start
                 if start - self._first == self._size > 0:
                     # All of an epoch is read: some loaders yield nothing now, and others (litdata) begin the next one.

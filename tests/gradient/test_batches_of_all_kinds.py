@@ -1,6 +1,7 @@
 """Batches that are not trees of plain tensors, and modules with unusual parts: right in every mode, or refused."""
 
 import re
+from collections import UserDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -153,7 +154,15 @@ class Record:
     x: torch.Tensor
 
 
+class Encoding(UserDict):
+    """Tensors by name and as attributes, as transformers' BatchEncoding."""
+
+    def __getattr__(self, name):
+        return self.data[name]
+
+
 OBJECTS = {
+    "mappings with attributes": ([Encoding(x=X[0]), Encoding(x=X[1])], lambda b: b.x),
     "dataclasses": ([Record(X[0]), Record(X[1])], lambda b: b.x),
     "graphs of different sizes": ([Graph(X[0], "a"), Graph(X[1][:2], "b")], lambda b: b.x),
     "lists of strings": ([["1", "2", "3"], ["4", "5", "6"]], lambda b: torch.tensor([float(s) for s in b])),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
+from torch.nn.utils import parametrize
 
 import decentfn as df
 
@@ -247,6 +248,40 @@ def test_sparse_buffers_are_refused():
     net.register_buffer("adjacency", torch.eye(3).to_sparse())
     with pytest.raises(ValueError, match=r"\['adjacency'\] are sparse"):
         df.functional(net, mse_loss)
+
+
+class Adding(nn.Module):
+    """Adds two factors' product to the weight, as long as a call lasts; as peft with `target_parameters`."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.left, self.right = nn.Linear(3, 2), *(nn.Parameter(torch.randn(s)) for s in ((2, 1), (1, 3)))
+        self.base.requires_grad_(False)
+
+    def forward(self, x):
+        added = nn.Module()
+        added.forward = lambda w: w + self.left @ self.right
+        parametrize.register_parametrization(self.base, "weight", added)
+        try:
+            return self.base(x)
+        finally:
+            parametrize.remove_parametrizations(self.base, "weight", leave_parametrized=False)
+
+
+@pytest.mark.parametrize("overwritten", [(), ("base.weight",)])
+def test_a_parametrization_for_the_time_of_a_call_is_evaluated_and_leaves_no_second_weight(overwritten):
+    net, batches = Adding(), [(torch.randn(4, 3), torch.randn(4, 2)) for _ in range(3)]
+    expected = torch.stack([mse_loss(net(x), y) for x, y in batches]).mean().double()
+    params, buffers, loss_fn = df.functional(net, mse_loss, overwritten=overwritten)
+    init, step = df.all_reduce(df.autograd(loss_fn), df.sgd(0.1), df.topology("complete", 1))
+    state = init(params, buffers)
+    for _ in range(2):
+        torch.testing.assert_close(df.evaluate(loss_fn, state, batches), expected, rtol=1e-6, atol=0)
+        assert not dict(net.named_buffers())
+    if overwritten:
+        state, _ = step(state, batches[0], 0)
+        mse_loss(net(batches[0][0]), batches[0][1]).backward()
+        torch.testing.assert_close(df.params(state)["left"], params["left"] - 0.1 * net.left.grad)
 
 
 class End(nn.Module):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, get_worker_info
 
 import decentfn as df
 
@@ -56,6 +56,27 @@ def test_a_loader_without_a_length_is_read_from_its_beginning():
     assert [(t, batch.tolist()) for t, batch in rest] == [(4, [2, 3]), (5, [4, 5])]
     assert stream.heard == (0, 1)
     assert list(df.data.epochs([], 2, start=1)) == []
+
+
+class Parts(IterableDataset):
+    """Rows, each of the loader's processes a part, with a length."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        return iter(range(info.id, 14, info.num_workers))
+
+    def __len__(self):
+        return 14
+
+
+@pytest.mark.thorough
+def test_a_stream_of_several_processes_may_have_more_batches_than_its_length():
+    whole, *resumed = (
+        [(t, x.tolist()) for t, x in df.data.epochs(DataLoader(Parts(), 3, num_workers=2), 2, start=start)]
+        for start in (0, 5, 7, 11)
+    )
+    assert len(whole) == 12 and len(DataLoader(Parts(), 3)) == 5
+    assert resumed == [whole[5:], whole[7:], whole[11:]]
 
 
 def test_a_sampler_within_a_batch_sampler_hears_of_the_epoch():

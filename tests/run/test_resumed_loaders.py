@@ -101,6 +101,17 @@ class Ending(GoingOn):
         self.is_resumed = True
 
 
+class Restarting(Counting):
+    """The same without a length, as `torchdata.nodes.Loader`."""
+
+    restart_on_stop_iteration = True
+
+    def __iter__(self):
+        if self.restart_on_stop_iteration and self.read == 5:
+            self.read = 0
+        yield from super().__iter__()
+
+
 class Drawing:
     """Draws from generators that no loader shows."""
 
@@ -168,6 +179,7 @@ LOADERS = {
     "its own state": Counting,
     "its own state, which goes on": GoingOn,
     "its own state, which ends": Ending,
+    "its own state, which goes on, without a length": Restarting,
     "generators": Drawing,
     "two processes": lambda: DataLoader(Noisy(), 3, shuffle=True, num_workers=2),
     "a stream of two processes": lambda: DataLoader(Stream(), 2, num_workers=2),

@@ -4,6 +4,7 @@ import gc
 import threading
 import warnings
 from contextlib import suppress
+from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -595,6 +596,25 @@ class Late(torch.optim.SGD):
         for group in self.param_groups:
             if any(p.grad.norm() < 1e-4 for p in group["params"]):
                 group["weight_decay"] = 0.1
+
+
+def test_a_state_that_make_loads_without_a_copy_is_refused_with_the_way_out():
+    x = torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.Adam([x])
+    x.sum().backward(), optimizer.step()
+    saved = optimizer.state_dict()
+
+    def make(params, around):
+        optimizer = torch.optim.Adam([p for _, p in params])
+        optimizer.load_state_dict(around(saved))
+        return optimizer
+
+    buckets = flatten({"x": torch.zeros(3)})
+    from_torch(partial(make, around=deepcopy)).init(buckets)
+    with pytest.raises(
+        ValueError, match=r"differs. If make loads its state, let it load a copy, copy.deepcopy\(saved\)"
+    ):
+        from_torch(partial(make, around=lambda state: state)).init(buckets)
 
 
 def test_an_optimizer_that_remembers_more_than_its_state_is_refused():

@@ -180,6 +180,9 @@ class _Adapter:
         x = ones(form.plan, form.device)
         state = form.first_state(x)
         name = type(optimizer).__name__
+        way_out = "Use another one."
+        if self.optimizer(named, form.plan).state:  # load_state_dict keeps what it is given, in which steps write
+            way_out = "If make loads its state, let it load a copy, copy.deepcopy(saved); else use another one."
         try:
             for trial in range(TRIALS):
                 self.step(form, trial_gradient(form.plan, form.device, trial), x, state, [], is_trial=True)
@@ -194,7 +197,7 @@ class _Adapter:
             is_equal = torch.allclose(leaf, end, rtol=0, atol=rounding + 1e-3 * float((end - 1).abs().max()))
             rule = (
                 f"{name} remembers more than what it keeps of each parameter and in its groups: rebuilt "
-                f"with these, it takes other steps; after {TRIALS} from the same gradients, {of_leaf!r} differs. Use another one."
+                f"with these, it takes other steps; after {TRIALS} from the same gradients, {of_leaf!r} differs. {way_out}"
             )
             require(is_equal, CALL, rule)
 
