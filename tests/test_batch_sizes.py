@@ -137,6 +137,20 @@ def test_thirty_sizes_are_compiled_at_most_three_times_on_ranks():
 
 
 @pytest.mark.thorough
+def test_a_simulation_whose_sizes_are_symbols_from_the_start_is_one_graph_and_computes_what_the_eager_one_does():
+    """The number of workers is a constant nevertheless."""
+    init, step = df.adapt_then_combine(lambda x, b: ((x - b) ** 2).mean(), df.sgd(0.1), df.topology("ring", N))
+    eager, graphs = df.simulate(step, N), []
+    compiled = df.compile(eager, backend=counted("eager", graphs), dynamic=True, donate=False)
+    one = other = df.stack(init(torch.zeros(3)), N)
+    for t, size in enumerate((11, 13, 17)):
+        batch = torch.randn(N, size, 3)
+        (one, _), (other, _) = eager(one, batch, t), compiled(other, batch, t)
+    torch.testing.assert_close(df.params(other), df.params(one))
+    assert len(graphs) == 1
+
+
+@pytest.mark.thorough
 def test_attention_with_masks_and_an_empty_vector_compute_in_a_compiled_simulation_what_they_do_in_an_eager_one():
     """A mask for padding, one of all samples, and one for all; the empty vector joins anything."""
 

@@ -484,3 +484,21 @@ def test_every_pair_of_wrappers_keeps_the_state_of_both():
     for names in [*itertools.combinations(wrappers, 2), tuple(wrappers)]:
         one, other = trained(names), trained(names[::-1])
         torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "extra",
+        *(pytest.param(row, marks=pytest.mark.thorough) for row in ("exact_diffusion", "d2", "nids", "led", "k_gt")),
+    ],
+)
+def test_corrections_on_a_schedule_that_averages_in_groups_are_traced(row):
+    def loss_fn(x, batch):
+        return ((x - batch) ** 2).sum()
+
+    hyperparameters = {"inner_steps": 1} if row in ("led", "k_gt") else {}
+    init, one = getattr(df, row)(loss_fn, df.sgd(0.05), df.topology("complete", N), **hyperparameters)
+    step, start, batch = df.simulate(one, N), df.stack(init(torch.zeros(2)), N), torch.arange(2.0 * N).view(N, 2)
+    traced = _train(df.compile(step, backend="eager", donate=False), start, range(3), lambda t: batch)
+    torch.testing.assert_close(df.params(traced), df.params(_train(step, start, range(3), lambda t: batch)))

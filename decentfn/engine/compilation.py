@@ -25,7 +25,7 @@ from decentfn.gradient import lock_of
 from decentfn.kit.state import is_state
 from decentfn.kit.step import Step
 from decentfn.torch_private import inductor
-from decentfn.torch_private.dynamo import guard_everything, prepare
+from decentfn.torch_private.dynamo import guard_everything, prepare, with_constant_numbers
 
 _GRAPHS = 32  # largest number of graphs of a step, for batches of different structures, dtypes and kinds of shapes
 
@@ -121,6 +121,8 @@ def compile(
                     layout = Layout(state, step.by_leaf and not step.is_by_autograd)
             functions = _on_leaves(step, state if layout is None else layout.template, donate)
             pair = [torch.compile(function, **given) for function in functions]
+            if dynamic:
+                pair = [with_constant_numbers(function) for function in pair]
             progress.begin()
         places, spare = (leaves, {}) if layout is None else layout.take(leaves)
         # torch.compile drops writes to a 0-d float64 input, so such a leaf is passed as [its view of shape [1]].

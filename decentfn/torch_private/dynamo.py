@@ -61,6 +61,11 @@ def guard_everything() -> None:
         _config.skip_nnmodule_hook_guards = _config.skip_no_tensor_aliasing_guards_on_parameters = False
 
 
+def with_constant_numbers(function: F) -> F:
+    """Make Dynamo take Python's numbers (workers, inner steps) as constants in a function whose sizes are symbols."""
+    return _config.patch(specialize_int=True)(function)
+
+
 def guards_fail(error: AssertionError) -> bool:
     """Return True if guards fail right after compilation, a fault of PyTorch's with a loss that reads NumPy arrays."""
     return str(error).startswith("Guard failed on the same frame")

@@ -230,6 +230,9 @@ def test_what_a_loss_makes_bad_beside_its_gradient_is_counted_and_raised(name):
     with pytest.raises(df.errors.NonFinite) as caught:
         step(state, batch, 2)
     assert (caught.value.worker, caught.value.step, caught.value.next_step) == (1, 2, 2)
+    with pytest.raises(df.errors.NonFinite) as caught:
+        df.donate(step)(state, batch, 2)
+    assert caught.value.next_step == 3  # the state has been written over
 
 
 def test_a_mask_of_infinite_values_is_no_bad_buffer():

@@ -317,7 +317,7 @@ def _moved(posted: Posted, index: int, gamma: float | Tensor, exact: bool) -> Te
     own = posted.own.tensors[index]
     dtype = wide(own.dtype)
     sent, terms = posted.sent[index].to(dtype), []
-    exact = exact and not posted.means and dtype == torch.float32
+    exact = exact and len(posted.means) == 0 and dtype == torch.float32
     for weight, message in _weighted(posted, index, gamma, dtype):
         term = weight * (message - sent)
         if exact:
