@@ -21,7 +21,7 @@ from tests.contract import FAMILIES, ROWS
 
 N = 4
 WIRE = {"wire_dtype": torch.bfloat16}
-_OFTEN, _RARE = [], [pytest.mark.thorough, pytest.mark.one_in(3)]
+_OFTEN, _RARE = [], [pytest.mark.thorough, pytest.mark.one_in(5)]
 rows = pytest.mark.parametrize(
     "row", [pytest.param(name, marks=_OFTEN if name in FAMILIES[1::3] else _RARE) for name in ROWS]
 )
