@@ -282,7 +282,7 @@ INTRODUCTION = """# The contract
 For researchers and engineers who want to know which promises hold for every algorithm.
 
 Every algorithm is tested as users run it. Each cell is a test (`tests/algorithms/test_contract.py`) on gloo ranks that are
-threads of one process. Inductor compiles seven algorithms of different families in CI, where the others are traced
+threads of one process. Inductor compiles six algorithms of different families in CI, where the others are traced
 (aot_eager, those of no family without wrappers), and all under `-m slow`. `python -m tests.contract` repeats them and writes this page. `df.testing.check_algorithm` checks your own algorithm.
 
 The problem has leaves of two dtypes (float32 and float64) in several buckets, four workers with different data, and

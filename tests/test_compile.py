@@ -113,12 +113,12 @@ def test_by_autograd_posts_come_before_the_operator_and_waits_after_it_in_one_gr
     assert not re.search(r"arg\d+_1", returned) and "aten.copy_" not in body
 
 
-def test_one_rank_compiles_and_the_others_find_its_code_which_is_the_same(ranks):
-    results = ranks(4).run(code_of_this_rank, "one-peer-exp", 1 + time.time() % 1)
+def test_one_rank_compiles_and_the_other_finds_its_code_which_is_the_same(ranks):
+    results = ranks(2).run(code_of_this_rank, "one-peer-exp", 1 + time.time() % 1)
     # A comment may name a file, and how many graphs its process had compiled before.
     paths_and_comments = re.compile(r"/\S+|# .*")
     assert len({paths_and_comments.sub("", code) for (code,), *_ in results}) == 1
-    assert sorted(found for _, *found in results) == [[0, 1], [0, 1], [0, 1], [1, 0]]
+    assert sorted(found for _, *found in results) == [[0, 1], [1, 0]]
 
 
 FIRST_STEP = """

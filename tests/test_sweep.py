@@ -1,5 +1,7 @@
 """Many simulated runs at once: each equals the same run alone."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -47,8 +49,14 @@ def made(init, start, rate):
     return df.set_learning_rate(df.stack(init(start), N), rate)
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def cases():
+    """Compiled, a guarded algorithm is traced with what it guards."""
+    for compiled, name in itertools.product((False, True), CASES):
+        tier = pytest.mark.slow if f"{name}, guarded" in CASES else pytest.mark.thorough
+        yield pytest.param(compiled, name, marks=[tier] * compiled, id=f"{compiled}-{name}")
+
+
+@pytest.mark.parametrize(("compiled", "name"), list(cases()))
 def test_a_run_of_a_sweep_equals_the_same_run_alone(name, compiled):
     """Starts, batches, learning rates and γ differ between the runs."""
     batches, starts = data()

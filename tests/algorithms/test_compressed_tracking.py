@@ -117,8 +117,8 @@ def test_tracking_reaches_the_optimum_of_heterogeneous_data(algorithm, options, 
     options = {"compressor": compressors.top_k(0.1), "gamma": 0.2, **options}
     init, step = algorithm(loss_fn, Sgd(0.1), topology, **options)
     state, batch = df.stack(init(torch.zeros(DIM, dtype=torch.float64)), 8), shards()
-    step = df.compile(df.simulate(step, 8), backend="aot_eager")
-    for t in range(3000):
+    step = df.simulate(step, 8)
+    for t in range(1000):
         state, _ = step(state, batch, t)
     error = float((state.params[0] - optimum).norm(dim=1).max())
     assert error < 1e-6 if arrives else error > 1e-2

@@ -23,8 +23,8 @@ FIRST = (
     "streaming_diloco",
 )
 """The rows that CI compiles on ranks."""
-IN_16_BITS = ("d2", "power_gossip", "slowmo")
-"""Of the other families, those that CI compiles in 16 bits: sums of messages, matrices, and an outer step."""
+IN_16_BITS = ("power_gossip", "slowmo")
+"""Of the other families, those that CI compiles in 16 bits: matrices, and an outer step beside sums of messages."""
 LATER = ("choco_sgd", "streaming_diloco")
 """Rows of these that CI alone tries."""
 
@@ -82,7 +82,7 @@ def cells_of(row):
 
 
 def cells():
-    """CI compiles seven rows of different families with Inductor and traces one of each other function; `-m slow` compiles all.
+    """CI compiles six rows of different families with Inductor and traces one of each other function; `-m slow` compiles all.
 
     One worker's step is in one graph if that of a first row is, so CI runs the others without a compiler.
     """

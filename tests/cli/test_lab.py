@@ -197,11 +197,11 @@ if here.rank == 0:
 @pytest.mark.thorough
 @pytest.mark.parametrize("local", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_bytes_between_nodes_are_those_of_the_kernels_counters(local):
-    said, _ = start("-n", "4", "--ranks-per-host", str(local), program=[sys.executable, "-c", COUNTED]).communicate(
+    said, _ = start("-n", "3", "--ranks-per-host", str(local), program=[sys.executable, "-c", COUNTED]).communicate(
         timeout=300
     )
     ranks = facts(said)["all"]
-    for host in range(4):
+    for host in range(3):
         its = ranks[host * local : (host + 1) * local]
         for way in (0, 1):
             counted = sum(both[way] for both, _ in its)
@@ -237,7 +237,7 @@ if here.rank == 0:
 @needs_hosts
 @pytest.mark.thorough
 def test_bytes_of_a_mean_went_to_the_rank_that_the_counters_name():
-    said, _ = start("-n", "4", program=[sys.executable, "-c", BY_PEER]).communicate(timeout=300)
+    said, _ = start("-n", "3", program=[sys.executable, "-c", BY_PEER]).communicate(timeout=300)
     for counted, of_kernel in facts(said)["all"]:
         ((host, nbytes),) = counted.items()
         assert of_kernel[host] == pytest.approx(nbytes, rel=0.03)

@@ -261,9 +261,11 @@ def test_after_a_join_momentum_that_is_left_of_an_old_disagreement_moves_the_par
         ),
     ],
 )
-def test_an_algorithm_goes_on_with_a_schedule_that_it_accepts(name):
-    """Whoever is lost, and for whomever joins; on every schedule on which it can be built."""
-    for schedule, n in itertools.product(losses.SCHEDULES, (5, 6)):
+@pytest.mark.parametrize("sizes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_an_algorithm_goes_on_with_a_schedule_that_it_accepts(name, sizes):
+    """Whoever is lost, and for whomever joins; on every schedule on which it can be built, of 5 or 6 workers in turn."""
+    grid = zip(losses.SCHEDULES, itertools.cycle((6, 5)), strict=False)
+    for schedule, n in grid if sizes == 1 else itertools.product(losses.SCHEDULES, (5, 6)):
         try:
             built = losses.of_row(name, schedule)(n)
         except ValueError:
@@ -354,7 +356,7 @@ def test_processes_are_killed_or_stopped_and_the_others_go_on(tmp_path):
     stopped = {"stops": [2, 5], "signals": [(2, "the others", signal.SIGCONT)], "patience": 10}
     early = [
         {"algorithm": name, "local": local, "backend": backend, "within": [1, t]}
-        for name, local, backend, t in (("d2", 2, None, 0), ("gossip", 2, "eager", 0), ("push-sum", 1, "eager", 1))
+        for name, local, backend, t in (("d2", 2, None, 0), ("gossip", 2, "eager", 0), ("push-sum", 1, None, 1))
     ]
     killed, compiled, woken, *others = survivors.results(
         tmp_path,
