@@ -91,8 +91,8 @@ _once = operator(
 
 
 def once(x: Tensor) -> Tensor:
-    """Store `x` in its own memory: Inductor would compute a scalar (a power, a look-up) again for every element."""
-    return _once(x)
+    """Return `x`, which compiled code stores: Inductor would compute a scalar (a power, a look-up) again for every element."""
+    return _once(x) if torch.compiler.is_dynamo_compiling() else x
 
 
 rounded = operator(

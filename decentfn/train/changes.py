@@ -54,7 +54,7 @@ def with_params(state: Any, params: PyTree) -> Any:
         got, want = first_difference(given, expected)
         rule = f"found {got} where the state has {want} (name, shape, dtype); pass a tree like df.params(state)."
         raise ValueError(f"with_params(state, params): {rule}")
-    new = x.plan.lay_out(params, workers=tuple(x[0].shape[:-1]))
+    new = [one.detach() for one in x.plan.lay_out(params, workers=tuple(x[0].shape[:-1]))]
     new = Buckets([new.to(old.device) for new, old in zip(new, x, strict=True)], x.plan)
     if x.plan.starts_equal:
         require_equal("with_params(state, params)", {"params": new.shared()})

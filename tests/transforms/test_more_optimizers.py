@@ -9,6 +9,7 @@ import decentfn as df
 from decentfn.core import trees
 from decentfn.core.buckets import flatten
 from decentfn.optim.transforms import (
+    accum_adamw,
     adafactor,
     adagrad,
     adamw,
@@ -212,3 +213,35 @@ def test_schedule_free_adamw_equals_its_equations():
 def test_a_wrong_argument_is_named(make, said):
     with pytest.raises(ValueError, match=said):
         make()
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        df.sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+        df.chain(df.clip_by_global_norm(0.5), df.adam(0.1, weight_decay=0.1)),
+        accum_adamw(0.1, accum_iter=2),
+        adamw(0.1),
+        lion(0.1),
+        rmsprop(0.1, centered=True, momentum=0.5),
+        adagrad(0.1),
+        nadam(0.1, weight_decay=0.1),
+        radam(0.1),
+        schedule_free_adamw(0.1),
+        lamb(0.1),
+        adafactor(0.1),
+    ],
+)
+def test_what_follows_three_steps_can_be_differentiated(optimizer):
+    init, step = df.adapt_while_communicate(lambda x, b: ((x - b) ** 4).sum(), optimizer, df.topology("complete", 1))
+    start = init(torch.tensor([0.3, -0.2, 0.1]))
+
+    def after(batch):
+        state = start
+        for t in range(3):
+            state, _ = step(state, batch, t)
+        return df.params(state)
+
+    batch, h = torch.tensor([0.5, 1.0, 2.0]), 1e-6
+    numerical = torch.stack([(after(batch + e) - after(batch - e)) / (2 * h) for e in h * torch.eye(3)], 1)
+    torch.testing.assert_close(torch.func.jacrev(after)(batch), numerical, rtol=1e-6, atol=1e-8)

@@ -172,7 +172,7 @@ class Plan:
         """Copy a tree of leaves `[*workers, ...]` into vectors `[*workers, D]`; a tied leaf's first place counts."""
         leaf: dict[int, Tensor] = {}
         for position, value in zip(trees.leaves(self.template), trees.leaves(tree), strict=True):
-            leaf.setdefault(position, value.detach())
+            leaf.setdefault(position, value)
         vectors, first = [], 0
         for bucket in self.buckets:
             segments = range(first, first + len(bucket.segments))
@@ -328,7 +328,7 @@ def flatten(
     )
     template = trees.map(lambda leaf: position[_memory(leaf)], params)
     plan = Plan(plans, template, processes, tp_size, places)
-    return Buckets(plan.lay_out(params), plan)
+    return Buckets([x.detach() for x in plan.lay_out(params)], plan)
 
 
 def _memory(leaf: Tensor) -> object:

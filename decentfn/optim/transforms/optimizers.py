@@ -214,7 +214,9 @@ def _direction(grads: Buckets, mu: Buckets, nu: Buckets, k: Tensor, b1: float, b
     correction2 = once(1.0 / torch.sqrt(1 - b2 ** k.to(torch.float64)))
 
     def one(g: Tensor, m: Tensor, v: Tensor) -> Tensor:
-        root = torch.sqrt(v).mul_(correction2.to(v.dtype)).add_(eps)
+        root = torch.sqrt(v)
+        root = root.clone() if root.requires_grad else root  # the derivative of a root is read from it
+        root.mul_(correction2.to(v.dtype)).add_(eps)
         return (m * correction1.to(m.dtype)).div_(root).to(g.dtype)
 
     return each(one, grads, mu, nu)
