@@ -23,6 +23,6 @@ from decentfn.core.arguments import (
 )
 from decentfn.core.context import context
 from decentfn.core.handles import by_handle, handle_of
-from decentfn.core.scalars import Numbers, as_step, number_on, of_step, once, operator, rounded, sent
+from decentfn.core.scalars import BUFFERS, Numbers, as_step, number_on, of_step, once, operator, rounded, sent
 from decentfn.core.stacking import batches_of, over_workers, require_first, require_rows
 from decentfn.core.trees import PyTree

@@ -20,14 +20,18 @@ kernels: dict[Any, Any] = {}
 """Kernel of each operator that `operator` has defined."""
 
 
-def operator(schema: str, kernel: Any, fake: Any, vmap: Any) -> Any:
+BUFFERS = (torch.Tag.flexible_layout,)
+"""Tags of an operator that compiled code calls with its own buffers: by default Inductor makes a copy for each call."""
+
+
+def operator(schema: str, kernel: Any, fake: Any, vmap: Any, tags: tuple[torch.Tag, ...] = ()) -> Any:
     """Define an operator of this library by its kernel for every device, its fake kernel, and its `vmap` rule.
 
     In place of a rule, it may be the names of the arguments that have a row for each worker: the operator is then called
     once, with all rows first, and so are its results. If it has an argument `workers`, that is 0 for one worker alone.
     """
     name, _, rest = schema.partition("(")
-    _library.define(schema)
+    _library.define(schema, tags=tags)
     _library.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"decentfn::{name}", fake, lib=_library)
     defined = getattr(torch.ops.decentfn, name).default

@@ -71,8 +71,13 @@ def test_a_narrow_wire_agrees_with_vmap(ranks, row):
     assert_same(on_processes(ranks, 4, row, **wire), simulated, sums_are_rounded="all_reduce" in row)
 
 
-@pytest.mark.parametrize("row", ["adapt_while_communicate on ring", "adapt_then_combine on alternating-exp-ring"])
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param("adapt_while_communicate on ring", marks=pytest.mark.slow),
+        pytest.param("adapt_then_combine on alternating-exp-ring", marks=pytest.mark.thorough),  # posts what it computes
+    ],
+)
 def test_compiled_gloo_ranks_agree_with_vmap(ranks, row):
     n = 4 if "alternating" in row else 2
     assert_same(on_processes(ranks, n, row, backend="inductor"), network.simulated(row, n, STEPS))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from decentfn.comm.collectives.membership import world
 from decentfn.comm.collectives.world import World
-from decentfn.core import by_handle, context, number_on, of_step, operator
+from decentfn.core import BUFFERS, by_handle, context, number_on, of_step, operator
 from decentfn.topologies import Topology
 
 
@@ -135,6 +135,7 @@ _look_up = operator(
         ((workers,) if workers else ()) + (_FACTS + 2 + 3 * slots,), dtype=torch.float64
     ),
     _look_up_vmap,
+    BUFFERS,
 )
 
 
@@ -143,5 +144,6 @@ on_device = operator(
     lambda token, t: of_step(number_on, t, token.device),
     lambda token, t: token.new_empty((), dtype=torch.int64),
     lambda info, in_dims, token, t: (on_device(token.select(in_dims[0], 0), t), None),
+    BUFFERS,
 )
 """Operator `(token, t)` -> t as 0-d int64 on the token's device."""

@@ -37,7 +37,7 @@ from decentfn.comm.collectives.membership import world
 from decentfn.comm.collectives.messages import land, lose_message, reduce, send
 from decentfn.comm.collectives.session import Call
 from decentfn.comm.collectives.world import World
-from decentfn.core import context, operator
+from decentfn.core import BUFFERS, context, operator
 from decentfn.torch_private.functorch import holds, with_workers_first
 
 
@@ -93,6 +93,7 @@ after = operator(
         (list(xs) if world().identity.size == 1 else after(list(xs), list(flights))),
         list(in_dims[0]),
     ),
+    BUFFERS,
 )
 """Operator `(xs, flights)` -> `xs`, from which compiled code computes nothing before it has posted the flights, one or more."""
 
@@ -109,6 +110,7 @@ def _sent(x: Tensor, good: Tensor) -> Tensor:
 
 def _post_kernel(x: Tensor, handle: Tensor, t: Tensor, good: Tensor | None, is_mean: bool, workers: int) -> Tensor:
     """Post `x`, or `[L, ...]` of the L workers here; return the call's number."""
+    memory = x.data_ptr()
     if good is not None:
         x = _sent(x, good)
     if not workers:
@@ -126,7 +128,7 @@ def _post_kernel(x: Tensor, handle: Tensor, t: Tensor, good: Tensor | None, is_m
         _post_mean(here, call, peers.members or [], x)
     else:
         send(here, call, peers, x, topology.slots)
-    here.session.in_flight[call.number] = call
+    here.session.in_flight[call.number], call.memory = call, memory
     return torch.scalar_tensor(call.number, dtype=torch.int64)
 
 
@@ -164,6 +166,7 @@ _post = operator(
     _post_kernel,
     lambda *_: torch.empty((), dtype=torch.int64, device="cpu"),
     _post_vmap,
+    BUFFERS,  # what travels is what `wait` keeps
 )
 
 
@@ -173,6 +176,8 @@ _post = operator(
 def _wait_kernel(number: Tensor, x: Tensor, peers: Tensor, size: Any, good: Any, workers: int, after: Any) -> Tensor:
     here = context.step_world or world()
     call = here.session.in_flight.pop(int(number))
+    if call.memory != x.data_ptr():
+        raise RuntimeError("wait: the compiler kept a copy of what was sent, and may have written over what travels; post its clone.")
     land(here, call)
     inbox, call.inbox = call.inbox, None
     return inbox if workers else inbox[0]
@@ -204,4 +209,5 @@ _wait = operator(
     _wait_kernel,
     lambda number, x, peers, size, *_: x.new_empty((*peers.shape, x.shape[-1]) if size is None else x.shape),
     _wait_vmap,
+    BUFFERS,
 )

@@ -57,6 +57,7 @@ class Call:
     """Sender in each slot, -1 for none, one row per local worker. In a mean: the ranks of the group."""
     nbytes: int = 0
     lost: str | None = None  # reason that it never arrived
+    memory: int = 0  # address of what is sent, which the step keeps until `wait`
     inbox: Any = None  # result of `wait`, `[L, ...]` for the L workers here
     parts: Sequence[Part] = ()
     works: list[Any] = field(default_factory=list)  # the backend's works, one per part or one for all

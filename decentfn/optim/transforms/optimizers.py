@@ -43,7 +43,7 @@ def moments(grads: Buckets, state: AdamState, b1: float, b2: float) -> AdamState
 
     def square(v: Tensor, g: Tensor) -> Tensor:
         g, v = g.to(v.dtype), torch.mul(v, b2, out=into(v))
-        return (torch.addcmul if functorch.is_batched(g) else Tensor.addcmul_)(v, g, g, value=1 - b2)
+        return (torch.addcmul if functorch.has_no_value(g) else Tensor.addcmul_)(v, g, g, value=1 - b2)
 
     mu = each(lambda m, g: torch.lerp(m, g.to(m.dtype), 1 - b1, out=into(m)), state.mu, grads)
     nu = each(square, state.nu, grads)
