@@ -75,7 +75,9 @@ def test_a_narrow_wire_agrees_with_vmap(ranks, row):
     "row",
     [
         pytest.param("adapt_while_communicate on ring", marks=pytest.mark.slow),
-        pytest.param("adapt_then_combine on alternating-exp-ring", marks=pytest.mark.thorough),  # posts what it computes
+        pytest.param(
+            "adapt_then_combine on alternating-exp-ring", marks=pytest.mark.thorough
+        ),  # posts what it computes
     ],
 )
 def test_compiled_gloo_ranks_agree_with_vmap(ranks, row):

@@ -177,7 +177,9 @@ def _wait_kernel(number: Tensor, x: Tensor, peers: Tensor, size: Any, good: Any,
     here = context.step_world or world()
     call = here.session.in_flight.pop(int(number))
     if call.memory != x.data_ptr():
-        raise RuntimeError("wait: the compiler kept a copy of what was sent, and may have written over what travels; post its clone.")
+        raise RuntimeError(
+            "wait: the compiler kept a copy of what was sent, and may have written over what travels; post its clone."
+        )
     land(here, call)
     inbox, call.inbox = call.inbox, None
     return inbox if workers else inbox[0]
