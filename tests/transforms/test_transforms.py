@@ -278,7 +278,8 @@ def test_stacked_workers_are_updated_as_each_alone(make, dtype):
         updates, states = [u for u, _ in out], [s for _, s in out]
         together, stacked = vmap(transform.update)(stack(gs), stacked, stack(xs))
         eps = torch.finfo(dtype).eps
-        assert_all_close((together, stacked), (stack(updates), stack(states)), 4 * eps, eps)
+        # Products of several matrices at once (muon) add in another order, which depends on the CPU.
+        assert_all_close((together, stacked), (stack(updates), stack(states)), 4 * eps, 4 * eps)
 
 
 @every_transform
