@@ -67,11 +67,13 @@ class Flight(NamedTuple):
 
 def exchange(x: Tensor, row: Row, *, good: Tensor | None = None) -> Flight:
     """Post `x`, `[D]` or one for each slot `[K, D]`, to this round's listeners; zeros if not `good` (0-d bool)."""
+    x = x.contiguous()  # else the rules of several workers would make a copy for each operator
     return Flight(_post(x, row.topology.handle, row.t, good, False, 0), x, row, good, is_mean=False)
 
 
 def group_mean(x: Tensor, row: Row, *, good: Tensor | None = None) -> Flight:
     """Post the mean of `x` `[D]` over this worker's group, an all-reduce: each worker divides by r before the sum."""
+    x = x.contiguous()
     return Flight(_post(x, row.topology.handle, row.t, good, True, 0), x, row, good, is_mean=True)
 
 
@@ -176,7 +178,7 @@ _post = operator(
 def _wait_kernel(number: Tensor, x: Tensor, peers: Tensor, size: Any, good: Any, workers: int, after: Any) -> Tensor:
     here = context.step_world or world()
     call = here.session.in_flight.pop(int(number))
-    if call.memory != x.data_ptr():
+    if not workers and call.memory != x.data_ptr():
         raise RuntimeError(
             "wait: the compiler kept a copy of what was sent, and may have written over what travels; post its clone."
         )
