@@ -263,8 +263,10 @@ def test_the_update_of_a_bucket_is_one_kernel_without_powers_or_cosines(make):
 
 @every_transform
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_stacked_workers_are_updated_as_each_alone(make, dtype):
-    transform = make()
+def test_stacked_workers_are_updated_as_each_alone(make, dtype, request):
+    transform, eps = make(), torch.finfo(dtype).eps
+    # Muon's products of several matrices at once add in another order, which depends on the CPU.
+    least = 4 * eps if "muon" in request.node.name else eps
     xs = [lay_out(tree(i, dtype), transform) for i in range(3)]
     states = [transform.init(x) for x in xs]
 
@@ -277,9 +279,7 @@ def test_stacked_workers_are_updated_as_each_alone(make, dtype):
         out = [transform.update(g, s, x) for g, s, x in zip(gs, states, xs, strict=True)]
         updates, states = [u for u, _ in out], [s for _, s in out]
         together, stacked = vmap(transform.update)(stack(gs), stacked, stack(xs))
-        eps = torch.finfo(dtype).eps
-        # Products of several matrices at once (muon) add in another order, which depends on the CPU.
-        assert_all_close((together, stacked), (stack(updates), stack(states)), 4 * eps, 4 * eps)
+        assert_all_close((together, stacked), (stack(updates), stack(states)), 4 * eps, least)
 
 
 @every_transform
