@@ -127,7 +127,7 @@ def backward(
                 left = trees.leaves(as_given(given_buffers, given.buffers()))
                 new = [_apart(left[i], kept[i]) for i in form.changing]
     with torch.no_grad():
-        grads = [(g / len(micros)).to(b.dtype) for g, b in zip(sums, params, strict=True)] if many else sums
+        grads = [g.div_(len(micros)).to(b.dtype) for g, b in zip(sums, params, strict=True)] if many else sums
         if scale is not None:
             grads = list(unscaled(Buckets(grads, plan), scale))
         # In float64, which holds any dtype's value exactly, because a graph must know the dtype; the loss may be a
