@@ -74,6 +74,19 @@ def test_a_run_of_a_sweep_equals_the_same_run_alone(name, compiled):
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_mean_of_a_thousand_narrow_shares_is_their_mean(dtype):
+    """It was one half: the sum of shares stopped where one more was less than half a unit in its last place."""
+    workers = 1000
+    init, step = df.all_reduce(lambda x, b: (x * b).sum(), df.sgd(1.0), df.topology("complete", workers))
+    state, batch = df.stack(init(torch.zeros(2, dtype=dtype)), workers), torch.ones(workers, 2, dtype=dtype)
+    alone = df.simulate(step, workers)
+    moved = df.params(alone(state, batch, 0)[0])
+    torch.testing.assert_close(moved, -batch, rtol=4e-3, atol=0)
+    swept, _ = df.sweep(alone, 2)(df.stack_runs([state] * 2), df.stack_runs([batch] * 2), 0)
+    assert all(torch.equal(df.params(df.worker(swept, r)), moved) for r in range(2))
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [

@@ -38,6 +38,7 @@ from decentfn.comm.collectives.messages import land, lose_message, reduce, send
 from decentfn.comm.collectives.session import Call
 from decentfn.comm.collectives.world import World
 from decentfn.core import BUFFERS, context, operator
+from decentfn.core.buckets import wide
 from decentfn.torch_private.functorch import holds, with_workers_first
 
 
@@ -196,8 +197,11 @@ def _wait_vmap(info: Any, in_dims: Any, *arguments: Any) -> tuple[Tensor, int]:
     if good is not None:
         x = _sent(x, with_workers_first(good, in_dims[4], n))
     if size is not None:
-        share = x / with_workers_first(size, in_dims[3], n).view(-1, *[1] * (x.dim() - 1)).to(x.dtype)
-        return torch.zeros_like(x).index_add(0, peers, share).index_select(0, peers), 0
+        share = (x / with_workers_first(size, in_dims[3], n).view(-1, *[1] * (x.dim() - 1)).to(x.dtype)).to(
+            wide(x.dtype)
+        )
+        # Wide: whether index_add rounds each of a thousand 16-bit shares depends on the axis and on who compiles it.
+        return torch.zeros_like(share).index_add(0, peers, share).to(x.dtype).index_select(0, peers), 0
     slots, is_heard = peers.shape[1], peers >= 0
     all_heard = holds(is_heard)
     rows = (peers if all_heard else peers.clamp(min=0)).reshape(-1)
