@@ -10,9 +10,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
@@ -37,7 +36,7 @@ _PAUSE_S = 1.0
 _PR_SET_PDEATHSIG = 1
 
 
-class Stop:
+class Stop(AbstractContextManager["Stop", None]):
     """Common decision of all processes to stop: call `stop(t)` after every step. Made by `preemption`."""
 
     def __init__(self, marker: Path, every: int) -> None:
@@ -48,7 +47,12 @@ class Stop:
         self._received: dict[int, float] = {}  # signal -> when it first came
         self._next_step = 0
         self._leaving: SystemExit | None = None
+        self._before: dict[int, Any] = {}  # handlers of the signals
+
+    def __enter__(self) -> Stop:
         self._connect()
+        self._before = {number: signal.signal(number, self._receive) for number in _SIGNALS}
+        return self
 
     def _connect(self) -> None:
         """Connect the thread with the other processes'; collective."""
@@ -87,8 +91,7 @@ class Stop:
         here = collectives.all_processes()
         if self._changes != here.hooks.changes:
             here.hooks.before_call("stop(t)")
-            if self._world is not here:
-                self._world.let_go()
+            self._world.let_go()
             self._connect()
         if self._next_step % self._every:
             return False
@@ -118,8 +121,8 @@ class Stop:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    def _end(self, error: BaseException | None) -> None:
-        """End the `with`, in order or by an error, after which the others must not wait for this process."""
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        """End in order, or by an error, after which the others must not wait for this process."""
         try:
             if error is not None and error is self._leaving:
                 self._ask(True).result()
@@ -133,8 +136,9 @@ class Stop:
                     self._mark()
         finally:
             self._thread.shutdown()
-            if self._world is not collectives.all_processes():
-                self._world.let_go()
+            self._world.let_go()
+            for number, handler in self._before.items():
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _mark(self) -> None:
         """Write the marker. Several nodes may, in one directory that all of them see."""
@@ -166,8 +170,7 @@ if hasattr(signal, "sigwaitinfo"):  # not on macOS
     os.register_at_fork(after_in_child=_shield_a_fork)
 
 
-@contextmanager
-def preemption(marker: str | Path, *, every: int = 10) -> Iterator[Stop]:
+def preemption(marker: str | Path, *, every: int = 10) -> Stop:
     """Stop all processes after the same step if one gets SIGTERM or SIGUSR1. A context manager; collective.
 
     In a training loop::
@@ -190,7 +193,7 @@ def preemption(marker: str | Path, *, every: int = 10) -> Iterator[Stop]:
         every: steps between checks, >= 1; all stop within `2 * every` steps of the signal. A single process checks
             every step.
 
-    Yields:
+    Returns:
         `stop`: `stop(t)` returns True to stop; `stop.leave()` leaves.
     """
     every = at_least("preemption", "every", every, 1)
@@ -205,18 +208,7 @@ def preemption(marker: str | Path, *, every: int = 10) -> Iterator[Stop]:
             if not re.fullmatch(rb'(\{"step": \d+\}\n?)?', marker.read_bytes()):
                 raise ValueError(f"preemption(marker={str(marker)!r}): this file is not a marker; choose another name.")
             marker.unlink()
-    stop = Stop(marker, every)
-    before: dict[int, Any] = {number: signal.signal(number, stop._receive) for number in _SIGNALS}
-    try:
-        yield stop
-    except BaseException as error:
-        stop._end(error)
-        raise
-    else:
-        stop._end(None)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+    return Stop(marker, every)
 
 
 def report_root_cause() -> None:

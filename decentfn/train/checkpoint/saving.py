@@ -120,12 +120,8 @@ class Saver(contextlib.AbstractContextManager["Saver", None]):
             with contextlib.suppress(Exception):  # the log has it
                 self.wait()
             on_all("Saver.save", lambda: None)
-            self._let_go()
-            self._connect()
-
-    def _let_go(self) -> None:
-        if self._world is not collectives.all_processes():
             self._world.let_go()
+            self._connect()
 
     def save(self, state: Any, step: int, *, extra: Any = None, score: float | None = None) -> None:
         """Save the current state after the previous checkpoint is written. Collective, in the same step.
@@ -162,7 +158,7 @@ class Saver(contextlib.AbstractContextManager["Saver", None]):
             self.wait()
         finally:
             self._thread.shutdown()
-            self._let_go()
+            self._world.let_go()
             self._lock.release()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
