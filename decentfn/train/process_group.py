@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.elastic.utils.store import synchronize
 
 from decentfn import sharded
 from decentfn.comm import collectives
@@ -239,7 +240,10 @@ def _start(backend: str | None, gpus: int, timeout: timedelta) -> None:
         "interface": unknown_interface(),
     }
     # Compare over ranks first: only some machines may have enough GPUs.
-    everyone = _gathered(PrefixStore("machines", store), rank, size, own)
+    what = f"init(): WORLD_SIZE={size} on rank {rank}, and not all of these ranks answered; is it the same in every process?"
+    with reported_as(ExchangeTimeout, what):
+        told = synchronize(store, json.dumps(own).encode(), rank, size, "machine ", timeout.total_seconds())
+    everyone = [json.loads(said) for said in told]
     _require_same_versions(everyone, rank)
     for other, its in enumerate(everyone):
         require(its["interface"] is None, "init()", f"GLOO_SOCKET_IFNAME on rank {other}: {its['interface']}.")
@@ -267,18 +271,6 @@ def _start(backend: str | None, gpus: int, timeout: timedelta) -> None:
     if rank == 0:
         log.info("world: %d processes, %s, on %s, timeout %s", size, dist.get_backend_config(), device.type, timeout)
     atexit.register(collectives.leave_default_group)
-
-
-def _gathered(store: Store, rank: int, size: int, value: Any) -> list[Any]:
-    """Return the values of all ranks by rank, after a JSON round trip; collective."""
-    what = f"init(): WORLD_SIZE={size} on rank {rank}, and not all of these ranks answered; is it the same in every process?"
-    with reported_as(ExchangeTimeout, what):
-        store.set(str(rank), json.dumps(value))
-        everyone = [json.loads(said) for said in store.multi_get([str(i) for i in range(size)])]
-        store.set(f"heard {rank}", "")
-        if rank == 0:  # its process may hold the store: if it failed first, the others could not read its error
-            store.wait([f"heard {i}" for i in range(size)])
-    return everyone
 
 
 def _require_same_versions(everyone: list[Any], rank: int) -> None:
