@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +19,6 @@ from decentfn.core.buckets import Buckets, cast_like, is_finite, known_finite, w
 from decentfn.optim.transforms import MixContext
 from decentfn.topologies import Topology
 from decentfn.torch_private import functorch
-
-T = TypeVar("T")
 
 
 class Posted(NamedTuple):
@@ -74,9 +72,8 @@ def post(
         told = [lie(b, row.worker, row.t) for b in told]
 
     def flights(operator: Callable[..., collectives.Flight]) -> tuple[collectives.Flight | None, ...]:
-        return tuple(
-            _last_first(lambda i: operator(told[i], row, good=good) if plans[i].is_shared else None, len(told))
-        )
+        pairs = zip(reversed(told), reversed(plans), strict=True)  # the last bucket's gradient is ready first
+        return tuple([operator(b, row, good=good) if plan.is_shared else None for b, plan in pairs][::-1])
 
     if row.topology.degree or x.tensors[0].dim() == 2:
         messages = flights(collectives.exchange)
@@ -84,11 +81,6 @@ def post(
         means = flights(collectives.group_mean)
     flags = None if good is None else guarding.post_flags(good, row)
     return Posted(x, sent, messages, means, row, {}, flags)
-
-
-def _last_first(function: Callable[[int], T], count: int) -> list[T]:
-    """Return a function of each bucket's index, the last called first: its gradient is ready first, so it travels first."""
-    return [function(index) for index in reversed(range(count))][::-1]
 
 
 def is_active(topology: Topology, t: Tensor, like: Buckets) -> Tensor:
@@ -110,7 +102,8 @@ def collect(posted: Posted, gamma: float | Tensor = 1.0, *, after: Iterable[Tens
         after: tensors that compiled code computes before it waits: the gradient, which then hides the communication.
     """
     posted, gamma = with_flags(posted, after), own_gamma(posted, gamma)
-    return Buckets(_last_first(lambda i: _mixed(posted, i, gamma), len(posted.sent)), posted.own.plan)
+    mixed = [_mixed(posted, index, gamma) for index in reversed(range(len(posted.sent)))]  # as they were posted
+    return Buckets(mixed[::-1], posted.own.plan)
 
 
 def difference(
@@ -124,7 +117,8 @@ def difference(
     two values, so that sums of them are exact. Other arguments as for `collect`.
     """
     posted, gamma = with_flags(posted, after), own_gamma(posted, gamma)
-    return Buckets(_last_first(lambda i: _moved(posted, i, gamma, exact), len(posted.sent)), posted.own.plan)
+    moved = [_moved(posted, index, gamma, exact) for index in reversed(range(len(posted.sent)))]  # as they were posted
+    return Buckets(moved[::-1], posted.own.plan)
 
 
 def repaired(posted: Posted, x: Buckets, mix: Buckets | None = None) -> Buckets:
