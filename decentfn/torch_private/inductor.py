@@ -69,7 +69,7 @@ def compile_options() -> dict[str, Any]:
     for needed in (BACKEND, LOOP_SPLIT):
         needed.require(_CALL)
     GRAPH_PASS.require(_CALL).register(_GraphPass)  # whose code is cached by its uuid
-    return {"post_grad_custom_post_pass": _GraphPass()}
+    return {"joint_custom_pre_pass": _GraphPass(_chain), "post_grad_custom_post_pass": _GraphPass(_copy_what_is_kept)}
 
 
 _in_order: set[str] = set()
@@ -81,7 +81,7 @@ def keep_in_order(name: str) -> None:
 
 
 def _chain(graph: torch.fx.Graph) -> None:
-    """Make each such call depend on the one before it, or Inductor would reorder them to save memory."""
+    """Make each such call depend on the one before it, before Inductor reorders calls to save memory."""
     names = {f"decentfn::{name}" for name in _in_order}
     calls = [node for node in graph.nodes if getattr(getattr(node.target, "_schema", None), "name", None) in names]
     for before, call in itertools.pairwise(calls):
@@ -94,8 +94,9 @@ def _chain(graph: torch.fx.Graph) -> None:
         call.args = (*call.args[:-1], last)
 
 
-def _copy_what_is_kept(graph: torch.fx.Graph, stores: list[Any]) -> None:
+def _copy_what_is_kept(graph: torch.fx.Graph) -> None:
     """Copy a new leaf that is an old one before a store overwrites it: PyTorch drops the step's own clones of such."""
+    stores: list[Any] = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     written = {store.args[0] for store in stores}
     for store in stores:
         source = origin = store.args[1]
@@ -111,10 +112,12 @@ def _copy_what_is_kept(graph: torch.fx.Graph, stores: list[Any]) -> None:
 class _GraphPass:
     """Graph pass that enforces the order that a step needs."""
 
+    def __init__(self, change: Callable[[torch.fx.Graph], None]) -> None:
+        self._change = change
+
     def __call__(self, graph: torch.fx.Graph) -> None:
         """Change `graph`."""
-        _chain(graph)
-        _copy_what_is_kept(graph, graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default))
+        self._change(graph)
 
     def uuid(self) -> str:
         """Return a key of the cached code: this pass, and our operators' `vmap` rules, which PyTorch's key omits."""

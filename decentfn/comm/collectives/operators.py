@@ -40,6 +40,7 @@ from decentfn.comm.collectives.world import World
 from decentfn.core import BUFFERS, context, operator
 from decentfn.core.buckets import wide
 from decentfn.torch_private.functorch import holds, with_workers_first
+from decentfn.torch_private.inductor import keep_in_order
 
 
 def make_groups(groups: Tensor) -> None:
@@ -69,13 +70,13 @@ class Flight(NamedTuple):
 def exchange(x: Tensor, row: Row, *, good: Tensor | None = None) -> Flight:
     """Post `x`, `[D]` or one for each slot `[K, D]`, to this round's listeners; zeros if not `good` (0-d bool)."""
     x = x.contiguous()  # else the rules of several workers would make a copy for each operator
-    return Flight(_post(x, row.topology.handle, row.t, good, False, 0), x, row, good, is_mean=False)
+    return Flight(_post(x, row.topology.handle, row.t, good, False, 0, None), x, row, good, is_mean=False)
 
 
 def group_mean(x: Tensor, row: Row, *, good: Tensor | None = None) -> Flight:
     """Post the mean of `x` `[D]` over this worker's group, an all-reduce: each worker divides by r before the sum."""
     x = x.contiguous()
-    return Flight(_post(x, row.topology.handle, row.t, good, True, 0), x, row, good, is_mean=True)
+    return Flight(_post(x, row.topology.handle, row.t, good, True, 0, None), x, row, good, is_mean=True)
 
 
 def wait(flight: Flight, after: Sequence[Tensor] = ()) -> Tensor:
@@ -111,7 +112,9 @@ def _sent(x: Tensor, good: Tensor) -> Tensor:
     return torch.where(good.view(*good.shape, *[1] * (x.dim() - good.dim())), x, torch.zeros_like(x))
 
 
-def _post_kernel(x: Tensor, handle: Tensor, t: Tensor, good: Tensor | None, is_mean: bool, workers: int) -> Tensor:
+def _post_kernel(
+    x: Tensor, handle: Tensor, t: Tensor, good: Tensor | None, is_mean: bool, workers: int, before: Tensor | None
+) -> Tensor:
     """Post `x`, or `[L, ...]` of the L workers here; return the call's number."""
     memory = x.data_ptr()
     if good is not None:
@@ -156,21 +159,22 @@ def _post_mean(here: World, call: Call, members: list[list[int]], x: Tensor) -> 
 
 
 def _post_vmap(info: Any, in_dims: Any, *arguments: Any) -> tuple[Tensor, None]:
-    x, handle, t, good, is_mean, _ = arguments
+    x, handle, t, good, is_mean, *_ = arguments
     n = info.batch_size
     if world().identity.size == 1:
         return handle, None  # any number, as nothing is in flight
     x, good = with_workers_first(x, in_dims[0], n), None if good is None else with_workers_first(good, in_dims[3], n)
-    return _post(x, handle, t, good, is_mean, n), None
+    return _post(x, handle, t, good, is_mean, n, None), None
 
 
 _post = operator(
-    "post(Tensor x, Tensor topology, Tensor t, Tensor? good, bool is_mean, int workers) -> Tensor",
+    "post(Tensor x, Tensor topology, Tensor t, Tensor? good, bool is_mean, int workers, Tensor? before) -> Tensor",
     _post_kernel,
     lambda *_: torch.empty((), dtype=torch.int64, device="cpu"),
     _post_vmap,
     BUFFERS,  # what travels is what `wait` keeps
 )
+keep_in_order("post")  # a message has no name: ranks whose batches differ in size must send theirs in one order
 
 
 # -- wait -----------------------------------------------------------------------------------------------------------

@@ -72,8 +72,8 @@ def post(
         told = [lie(b, row.worker, row.t) for b in told]
 
     def flights(operator: Callable[..., collectives.Flight]) -> tuple[collectives.Flight | None, ...]:
-        pairs = zip(told, plans, strict=True)
-        return tuple([operator(b, row, good=good) if plan.is_shared else None for b, plan in pairs])
+        pairs = zip(reversed(told), reversed(plans), strict=True)  # the last bucket's gradient is ready first
+        return tuple([operator(b, row, good=good) if plan.is_shared else None for b, plan in pairs][::-1])
 
     if row.topology.degree or x.tensors[0].dim() == 2:
         messages = flights(collectives.exchange)
@@ -102,7 +102,8 @@ def collect(posted: Posted, gamma: float | Tensor = 1.0, *, after: Iterable[Tens
         after: tensors that compiled code computes before it waits: the gradient, which then hides the communication.
     """
     posted, gamma = with_flags(posted, after), own_gamma(posted, gamma)
-    return Buckets([_mixed(posted, index, gamma) for index in range(len(posted.sent))], posted.own.plan)
+    mixed = [_mixed(posted, index, gamma) for index in reversed(range(len(posted.sent)))]  # as they were posted
+    return Buckets(mixed[::-1], posted.own.plan)
 
 
 def difference(
@@ -116,7 +117,8 @@ def difference(
     two values, so that sums of them are exact. Other arguments as for `collect`.
     """
     posted, gamma = with_flags(posted, after), own_gamma(posted, gamma)
-    return Buckets([_moved(posted, index, gamma, exact) for index in range(len(posted.sent))], posted.own.plan)
+    moved = [_moved(posted, index, gamma, exact) for index in reversed(range(len(posted.sent)))]  # as they were posted
+    return Buckets(moved[::-1], posted.own.plan)
 
 
 def repaired(posted: Posted, x: Buckets, mix: Buckets | None = None) -> Buckets:
