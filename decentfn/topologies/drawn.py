@@ -55,7 +55,7 @@ def from_draw(name: str, num_workers: int, draw: Callable[[Tensor], tuple[Tensor
     are_workers = all(bool((table >= -1).all() and (table < num_workers).all()) for this in drawn for table in this[:2])
     require(are_workers, name, rule)
     made = from_rounds(name, num_workers, lambda t: _silent_round(round_of(t)), period=None)
-    rule = f"nobody receives a message in 1,000 rounds; give some a source, or use idle({num_workers})."
+    rule = f"nobody receives a message in 1,000 rounds; give some a source, or use df.topologies.idle({num_workers})."
     require(any(bool((made.round(t).sources >= 0).any()) for t in range(1000)), name, rule)
     return made
 
