@@ -44,6 +44,23 @@ def test_a_sample_of_one_or_of_more_than_all_is_refused(participants):
         df.topologies.sampled(N, participants)
 
 
+@pytest.mark.parametrize("n, m", [(64, 8), (17, 2)])
+def test_rounds_of_few_of_many_workers_need_not_reach_all_soon(n, m):
+    """In the rounds that are tried first, some workers receive nothing; a round may come rarely, too."""
+    for seed in range(3):
+        made = df.topologies.sampled(n, m, seed=seed)
+        assert [int((df.mixing_matrix(made, t).diagonal() < 1).sum()) for t in range(3)] == [m] * 3
+
+    def rarely(t):
+        peers = (torch.arange(n) ^ 1 if df.draws.uniform(4, t, 0, ()) < 0.02 else torch.full((n,), -1)).clamp(max=n - 1)
+        peers = torch.where(peers[peers] == torch.arange(n), peers, -1)[:, None]
+        return peers, peers, torch.full((n, 2), 0.5, dtype=torch.float64)
+
+    made = df.topologies.from_draw("rarely", n, rarely)
+    shares = [float((df.mixing_matrix(made, t).diagonal() < 1).double().mean()) for t in range(500)]
+    assert 0.005 < sum(shares) / 500 < 0.04 and not any(shares[:16])
+
+
 def test_local_sgd_with_a_share_of_the_workers_per_round_follows_its_equation():
     p = problem(N)
     x, xs = p.start.copy(), [p.start]

@@ -70,3 +70,24 @@ def test_they_work_together(made):
         for t in range(60):
             state, metrics = step(state, targets, t)
         assert df.params(state).mean().abs() < 0.2
+
+
+@pytest.mark.parametrize("recipe", ["shift_register", "push", "median", "local_norms"])
+def test_what_a_recipe_does_not_share_is_a_lone_workers(made, recipe):
+    own = getattr(made, recipe)
+    own = made.mixing(own) if recipe in ("median", "local_norms") else own
+    n, targets = 3, torch.randn(5, 3, 2, generator=torch.Generator().manual_seed(0))
+
+    def head(topology, batches, **options):
+        init, step = own(lambda p, b: ((p["head"] - b) ** 2 + p["body"] ** 2).sum(), df.sgd(0.1), topology, **options)
+        state, step = (
+            df.stack(init({"head": torch.ones(2), "body": torch.ones(2)}), batches.shape[1]),
+            df.simulate(step, batches.shape[1]),
+        )
+        for t, batch in enumerate(batches):
+            state, _ = step(state, batch, t)
+        return df.params(state)["head"]
+
+    topology = (made.one_way if recipe == "push" else made.ring)(n)
+    alone = [head(df.topology("complete", 1), targets[:, i : i + 1])[0] for i in range(n)]
+    assert torch.equal(head(topology, targets, shared="!head"), torch.stack(alone))
