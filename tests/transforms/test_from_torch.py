@@ -675,3 +675,38 @@ def test_a_step_in_inference_mode_is_the_step_outside():
     with torch.inference_mode():
         state, _ = ours(df.simulate(step, 2), state, [df.stack(batch, 2) for batch in BATCHES])
     assert_equal(df.params(df.worker(state, 1)), plain_loop(make, start()))
+
+
+class Stochastic(torch.optim.SGD):
+    """Rounds to bfloat16 at random, as torchao's optimizers do."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            x = p.float() - self.param_groups[0]["lr"] * p.grad.float()
+            bits = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32)
+            p.copy_(((x.view(torch.int32) + bits) & -(1 << 16)).view(torch.float32))
+
+
+def test_replicas_stay_equal_if_the_optimizer_rounds_at_random():
+    init, step = df.all_reduce(
+        lambda p, b: (p * b).sum(), from_torch(partial(Stochastic, lr=0.01)), df.topology("complete", 3)
+    )
+    state, step = df.stack(init(torch.ones(64, dtype=torch.bfloat16)), 3), df.simulate(step, 3)
+    for t in range(4):
+        state, _ = step(state, torch.full((3, 64), 0.1, dtype=torch.bfloat16), t)
+    first, *others = df.params(state)
+    assert len(first.unique()) > 1
+    for x in others:
+        assert torch.equal(x, first)
+
+
+def test_an_optimizer_that_adds_noise_is_refused_with_this_reason():
+    class Langevin(torch.optim.SGD):
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                p.data += self.param_groups[0]["lr"] * (torch.randn_like(p) - p.grad)
+
+    init, _ = df.all_reduce(loss_fn, from_torch(partial(Langevin, lr=0.1)), df.topology("complete", 1))
+    with pytest.raises(ValueError, match="or draws random numbers"):
+        init(start())

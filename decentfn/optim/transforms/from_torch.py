@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decentfn.core import PyTree, brief, brief_error, by_handle, context, handle_of, operator, require, trees
+from decentfn.core import PyTree, brief, brief_error, by_handle, context, draws, handle_of, operator, require, trees
 from decentfn.core.buckets import Buckets, Plan, each, loose, wide
 from decentfn.optim.transforms.torch_form import (
     CALL,
@@ -196,7 +196,7 @@ class _Adapter:
             rounding = 16 * torch.finfo(end.dtype).eps
             is_equal = torch.allclose(leaf, end, rtol=0, atol=rounding + 1e-3 * float((end - 1).abs().max()))
             rule = (
-                f"{name} remembers more than what it keeps of each parameter and in its groups: rebuilt "
+                f"{name} remembers more than what it keeps of each parameter and in its groups, or draws random numbers: rebuilt "
                 f"with these, it takes other steps; after {TRIALS} from the same gradients, {of_leaf!r} differs. {way_out}"
             )
             require(is_equal, CALL, rule)
@@ -237,7 +237,8 @@ class _Adapter:
         places = form.places(state)
         optimizer = self._restored(form, options, named, state, form.begun(places) if used else places)
         before, versions = [dict(group) for group in optimizer.param_groups], [version(g) for g in grads]
-        optimizer.step()
+        with draws.torch_draws(int(state.count), -1):  # on all workers alike, so equal replicas stay equal
+            optimizer.step()
         form.require_known(optimizer, before)
         rule = f"{type(optimizer).__name__} wrote over gradients, which {TRIALS} trial steps did not; clip in its step(), in a class of your own."
         require(versions == [version(g) for g in grads], CALL, rule)
