@@ -201,9 +201,8 @@ def _wait_vmap(info: Any, in_dims: Any, *arguments: Any) -> tuple[Tensor, int]:
     if good is not None:
         x = _sent(x, with_workers_first(good, in_dims[4], n))
     if size is not None:
-        share = (x / with_workers_first(size, in_dims[3], n).view(-1, *[1] * (x.dim() - 1)).to(x.dtype)).to(
-            wide(x.dtype)
-        )
+        sizes = with_workers_first(size, in_dims[3], n).view(-1, *[1] * (x.dim() - 1))
+        share = (x / sizes.to(x.dtype)).to(wide(x.dtype))
         # Wide: whether index_add rounds each of a thousand 16-bit shares depends on the axis and on who compiles it.
         return torch.zeros_like(share).index_add(0, peers, share).to(x.dtype).index_select(0, peers), 0
     slots, is_heard = peers.shape[1], peers >= 0
