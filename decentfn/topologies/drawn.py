@@ -63,7 +63,7 @@ def from_draw(name: str, num_workers: int, draw: Callable[[Tensor], tuple[Tensor
             return made
     lonely = (heard == 0).nonzero()[:, 0].tolist()  # by chance, if few take part in a round
     rule = f"workers {lonely[:8]} receive no message in 1,000 rounds, so they would train alone; give each a source in some."
-    require(0 < heard.mean() < 50, name, rule)
+    require(0 < float(heard.mean()) < 50, name, rule)
     return made
 
 
