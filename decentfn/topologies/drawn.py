@@ -15,6 +15,10 @@ from decentfn.topologies.rounds import Round, Topology, check, silenced
 _LONGEST_TABLE = 2**11
 _STEPS_TRIED = (*range(16), 10**6)
 """Sample rounds of a schedule without tables: checked like a table's rounds, and drawn twice."""
+_ROUNDS_SEARCHED = 1000
+"""Rounds in which each worker of a random schedule should receive a message."""
+_MANY = 50
+"""Messages that the mean worker receives where it is no chance that one receives none."""
 
 
 @checks_numbers
@@ -35,8 +39,8 @@ def from_draw(name: str, num_workers: int, draw: Callable[[Tensor], tuple[Tensor
 
     Raises:
         ValueError: a wrong shape or dtype; a round that is not a sum of weighted permutations, is not doubly
-            stochastic, or differs when drawn again; a worker that receives nothing in 1,000 rounds, in which the
-            mean worker receives 50 messages, or nobody any.
+            stochastic, or differs when drawn again; workers that receive nothing in 1,000 rounds, if the others receive
+            50 messages each on average, or if nobody receives any.
 
     >>> from decentfn.core import draws
     >>> def ring_in_random_order(t):
@@ -56,14 +60,14 @@ def from_draw(name: str, num_workers: int, draw: Callable[[Tensor], tuple[Tensor
     are_workers = all(bool((table >= -1).all() and (table < num_workers).all()) for this in drawn for table in this[:2])
     require(are_workers, name, rule)
     made = from_rounds(name, num_workers, lambda t: _silent_round(round_of(t)), period=None)
-    heard = torch.zeros(num_workers)
-    for t in range(1000):
+    heard = torch.zeros(num_workers)  # in how many rounds
+    for t in range(_ROUNDS_SEARCHED):
         heard += (made.round(t).sources >= 0).any(1)
         if heard.all():
             return made
-    lonely = (heard == 0).nonzero()[:, 0].tolist()  # by chance, if few take part in a round
+    lonely, is_by_chance = (heard == 0).nonzero()[:, 0].tolist(), 0 < float(heard.mean()) < _MANY
     rule = f"workers {lonely[:8]} receive no message in 1,000 rounds, so they would train alone; give each a source in some."
-    require(0 < float(heard.mean()) < 50, name, rule)
+    require(is_by_chance, name, rule)
     return made
 
 

@@ -1,4 +1,4 @@
-"""Inductor: its backend, its cache, the pass over a step's graph, and workarounds for two faults on a CPU."""
+"""Inductor: its backend, its cache, the passes over a step's graph, and workarounds for two faults on a CPU."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _copy_what_is_kept(graph: torch.fx.Graph) -> None:
 
 
 class _GraphPass:
-    """Graph pass that enforces the order that a step needs."""
+    """Graph pass `change`, and its part of the key by which Inductor caches code."""
 
     def __init__(self, change: Callable[[torch.fx.Graph], None]) -> None:
         self._change = change

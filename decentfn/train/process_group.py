@@ -241,7 +241,7 @@ def _start(backend: str | None, gpus: int, timeout: timedelta) -> None:
     }
     # Compare over ranks first: only some machines may have enough GPUs.
     what = f"init(): WORLD_SIZE={size} on rank {rank}, and not all of these ranks answered; is it the same in every process?"
-    with reported_as(ExchangeTimeout, what):
+    with reported_as(ExchangeTimeout, what):  # rank 0, whose process may hold the store, is the last to go on
         told = synchronize(store, json.dumps(own).encode(), rank, size, "machine ", timeout.total_seconds())
     everyone = [json.loads(said) for said in told]
     _require_same_versions(everyone, rank)

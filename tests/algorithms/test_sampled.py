@@ -44,7 +44,7 @@ def test_a_sample_of_one_or_of_more_than_all_is_refused(participants):
         df.topologies.sampled(N, participants)
 
 
-@pytest.mark.parametrize("n, m", [(64, 8), (17, 2)])
+@pytest.mark.parametrize(("n", "m"), [(64, 8), (17, 2)])
 def test_rounds_of_few_of_many_workers_need_not_reach_all_soon(n, m):
     """In the rounds that are tried first, some workers receive nothing; a round may come rarely, too."""
     for seed in range(3):

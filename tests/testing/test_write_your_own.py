@@ -79,11 +79,10 @@ def test_what_a_recipe_does_not_share_is_a_lone_workers(made, recipe):
     n, targets = 3, torch.randn(5, 3, 2, generator=torch.Generator().manual_seed(0))
 
     def head(topology, batches, **options):
+        workers = batches.shape[1]
         init, step = own(lambda p, b: ((p["head"] - b) ** 2 + p["body"] ** 2).sum(), df.sgd(0.1), topology, **options)
-        state, step = (
-            df.stack(init({"head": torch.ones(2), "body": torch.ones(2)}), batches.shape[1]),
-            df.simulate(step, batches.shape[1]),
-        )
+        state = df.stack(init({"head": torch.ones(2), "body": torch.ones(2)}), workers)
+        step = df.simulate(step, workers)
         for t, batch in enumerate(batches):
             state, _ = step(state, batch, t)
         return df.params(state)["head"]

@@ -329,6 +329,12 @@ def test_sudden_and_gradual_consensus_are_told_apart():
         ),
         (
             lambda: from_draw(
+                "mine", 3, lambda t: (torch.tensor([[1], [0], [-1]]),) * 2 + (torch.full((3, 2), 0.5).double(),)
+            ),
+            r"workers \[2\] receive no message in 1,000 rounds",
+        ),
+        (
+            lambda: from_draw(
                 "mine", 2, lambda t: (torch.tensor([[1], [0]]),) * 2 + (torch.tensor([[0.5, 0.4]] * 2).double(),)
             ),
             "sums to",

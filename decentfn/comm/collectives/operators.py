@@ -10,6 +10,7 @@ time, so one compiled graph serves every phase of a schedule and every rank. Eac
 
 Only data dependencies order compiled code: the number that `post` returns is an argument of every computation that must
 come after it (`after`, the gradient), and a computation that must come before a `wait` is an argument of that `wait`.
+A message has no name within a step, so posts keep the step's order: each takes the number of the one before it.
 Call all of them outside `torch.func.grad`.
 
 The way of a post:
@@ -39,8 +40,8 @@ from decentfn.comm.collectives.session import Call
 from decentfn.comm.collectives.world import World
 from decentfn.core import BUFFERS, context, operator
 from decentfn.core.buckets import wide
+from decentfn.torch_private import inductor
 from decentfn.torch_private.functorch import holds, with_workers_first
-from decentfn.torch_private.inductor import keep_in_order
 
 
 def make_groups(groups: Tensor) -> None:
@@ -174,7 +175,7 @@ _post = operator(
     _post_vmap,
     BUFFERS,  # what travels is what `wait` keeps
 )
-keep_in_order("post")  # a message has no name: ranks whose batches differ in size must send theirs in one order
+inductor.keep_in_order("post")  # else their order depends on the batch's size, which differs between ranks
 
 
 # -- wait -----------------------------------------------------------------------------------------------------------
