@@ -272,6 +272,18 @@ def test_metrics_of_the_old_state_seen_through_its_parts():
     assert [m.item() for m in metrics] == [1200.0, 400.0] and state.sum() == 2000
 
 
+def test_metrics_that_are_parts_of_the_old_state_times_one_are_of_the_old_state():
+    """Inductor drops the multiplication, the addition and the copy, and the metrics would be views of the new state."""
+
+    def step(state, batch, t):
+        return state + batch, (state.view(2, 2) * torch.ones(2, 2), state[1:] * 1, state.view(2, 2).t() + 0)
+
+    state = torch.arange(4.0)
+    _, expected = step(state, torch.ones(4), 0)
+    _, metrics = df.compile(step)(state, torch.ones(4), 0)
+    torch.testing.assert_close(metrics, expected)
+
+
 def test_many_steps_compiled_in_one_process_do_not_exhaust_dynamo():
     for _ in range(12):
         step = df.compile(lambda state, batch, t: (state + batch, state.sum()), backend="eager")

@@ -95,18 +95,26 @@ def _chain(graph: torch.fx.Graph) -> None:
 
 
 def _copy_what_is_kept(graph: torch.fx.Graph) -> None:
-    """Copy a new leaf that is an old one before a store overwrites it: PyTorch drops the step's own clones of such."""
+    """Copy what is kept of an old leaf before a store overwrites it: PyTorch drops the step's own clones of such."""
     stores: list[Any] = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     written = {store.args[0] for store in stores}
-    for store in stores:
-        source = origin = store.args[1]
+
+    def kept(source: torch.fx.Node) -> torch.fx.Node:
+        origin: Any = source
         while origin.target is operator.getitem or getattr(origin.target, "is_view", False):
             origin = origin.args[0]
-        if origin in written and source is not store.args[0]:
-            with graph.inserting_before(stores[0]):
-                kept = graph.call_function(torch.ops.aten.clone.default, (source,))
-            kept.meta.update(source.meta)
-            store.args = (store.args[0], kept, *store.args[2:])
+        if origin not in written:
+            return source
+        with graph.inserting_before(stores[0]):
+            copy = graph.call_function(torch.ops.aten.clone.default, (source,))
+        copy.meta.update(source.meta)
+        return copy
+
+    for store in stores:
+        if store.args[1] is not store.args[0]:
+            store.args = (store.args[0], kept(store.args[1]), *store.args[2:])
+    output = graph.output_node()  # metrics: of a view times one, PyTorch takes the view for a tensor of its own
+    output.args = torch.fx.node.map_arg(output.args, kept)
 
 
 class _GraphPass:
