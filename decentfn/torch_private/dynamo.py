@@ -80,6 +80,9 @@ def constant_while_traced(function: F) -> F:
     return function
 
 
+_TOLD = r"(?:raised exception|Dynamo failed to run .*: got) (Value|Runtime)Error\((.*)\)"
+
+
 def first_error(error: BaseException) -> BaseException:
     """Return the original error; an error from a user's operator is only the context of Dynamo's own.
 
@@ -87,12 +90,15 @@ def first_error(error: BaseException) -> BaseException:
     """
     while error.__cause__ is not None:
         error = error.__cause__
-    told = re.fullmatch(r"raised exception ValueError\((.*)\)", str(error), re.DOTALL)
-    if told is not None and _is(error, "ObservedException"):
-        try:
-            return ValueError(ast.literal_eval(told[1]))
-        except (ValueError, SyntaxError):
-            return error
+    if _is(error, "ObservedException"):
+        first, text = error, str(error)
+        while told := re.fullmatch(_TOLD, text, re.DOTALL):
+            try:
+                text = str(ast.literal_eval(told[2]))
+            except (ValueError, SyntaxError):
+                break
+            first = (ValueError if told[1] == "Value" else RuntimeError)(text)
+        return first
     if _is(error, "TorchRuntimeError"):
         while error.__context__ is not None:
             error = error.__context__
