@@ -272,15 +272,17 @@ def test_metrics_of_the_old_state_seen_through_its_parts():
     assert [m.item() for m in metrics] == [1200.0, 400.0] and state.sum() == 2000
 
 
-def test_metrics_that_are_parts_of_the_old_state_times_one_are_of_the_old_state():
-    """Inductor drops the multiplication, the addition and the copy, and the metrics would be views of the new state."""
+def test_metrics_that_are_parts_of_the_old_state_or_the_batch_times_one_stay_as_they_are():
+    """Inductor drops the multiplication, the addition and the copy, and the metrics would be views of what is written over."""
 
     def step(state, batch, t):
-        return state + batch, (state.view(2, 2) * torch.ones(2, 2), state[1:] * 1, state.view(2, 2).t() + 0)
+        parts = state.view(2, 2) * torch.ones(2, 2), state[1:] * 1, state.view(2, 2).t() + 0
+        return state + batch, (parts, batch[1:] * torch.ones(3), batch[:2] / 1)
 
-    state = torch.arange(4.0)
-    _, expected = step(state, torch.ones(4), 0)
-    _, metrics = df.compile(step)(state, torch.ones(4), 0)
+    state, batch = torch.arange(4.0), torch.ones(4)
+    _, expected = trees.map(torch.clone, step(state, batch, 0))
+    _, metrics = df.compile(step)(state, batch, 0)
+    batch.zero_()
     torch.testing.assert_close(metrics, expected)
 
 

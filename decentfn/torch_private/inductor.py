@@ -99,22 +99,26 @@ def _copy_what_is_kept(graph: torch.fx.Graph) -> None:
     stores: list[Any] = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     written = {store.args[0] for store in stores}
 
-    def kept(source: torch.fx.Node) -> torch.fx.Node:
-        origin: Any = source
-        while origin.target is operator.getitem or getattr(origin.target, "is_view", False):
-            origin = origin.args[0]
-        if origin not in written:
-            return source
+    def origin(x: Any) -> Any:
+        while x.target is operator.getitem or getattr(x.target, "is_view", False):
+            x = x.args[0]
+        return x
+
+    def copy(x: torch.fx.Node) -> torch.fx.Node:
         with graph.inserting_before(stores[0]):
-            copy = graph.call_function(torch.ops.aten.clone.default, (source,))
-        copy.meta.update(source.meta)
-        return copy
+            kept = graph.call_function(torch.ops.aten.clone.default, (x,))
+        kept.meta.update(x.meta)
+        return kept
+
+    def is_given(x: torch.fx.Node) -> bool:
+        return origin(x).op == "placeholder" and isinstance(x.meta.get("val"), torch.Tensor)
 
     for store in stores:
-        if store.args[1] is not store.args[0]:
-            store.args = (store.args[0], kept(store.args[1]), *store.args[2:])
-    output = graph.output_node()  # metrics: of a view times one, PyTorch takes the view for a tensor of its own
-    output.args = torch.fx.node.map_arg(output.args, kept)
+        if store.args[1] is not store.args[0] and origin(store.args[1]) in written:
+            store.args = (store.args[0], copy(store.args[1]), *store.args[2:])
+    if stores:  # the others are metrics: PyTorch takes a part of an input, times one, for a tensor of its own
+        output = graph.output_node()
+        output.args = torch.fx.node.map_arg(output.args, lambda x: copy(x) if is_given(x) else x)
 
 
 class _GraphPass:
