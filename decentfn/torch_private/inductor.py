@@ -110,15 +110,13 @@ def _copy_what_is_kept(graph: torch.fx.Graph) -> None:
         kept.meta.update(x.meta)
         return kept
 
-    def is_given(x: torch.fx.Node) -> bool:
-        return origin(x).op == "placeholder" and isinstance(x.meta.get("val"), torch.Tensor)
-
     for store in stores:
         if store.args[1] is not store.args[0] and origin(store.args[1]) in written:
             store.args = (store.args[0], copy(store.args[1]), *store.args[2:])
-    if stores:  # the others are metrics: PyTorch takes a part of an input, times one, for a tensor of its own
-        output = graph.output_node()
-        output.args = torch.fx.node.map_arg(output.args, lambda x: copy(x) if is_given(x) else x)
+    output = graph.output_node()
+    for x in output.all_input_nodes if stores else ():  # metrics; a part of an input, times one, is a view of it by now
+        if origin(x).op == "placeholder" and isinstance(x.meta.get("val"), torch.Tensor):
+            output.replace_input_with(x, copy(x))
 
 
 class _GraphPass:
