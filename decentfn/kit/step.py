@@ -104,7 +104,8 @@ class Step:
         """Take step `t`, 0 <= t, the same on all workers (but for `own_steps`)."""
         if torch.compiler.is_dynamo_compiling():
             if collectives.is_outside_step():
-                torch.compiler.disable(_refuse_torch_compile)()  # a graph ends here: what is raised in one is not seen
+                refuse: Any = torch.compiler.disable(_refuse_torch_compile)  # raised in a graph, it would not be seen
+                refuse()
             return self.run(state, batch, as_step(t))
         step_number = as_step(t)
         if type(t) is int and type(step_number) is Tensor:
