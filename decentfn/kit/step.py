@@ -103,6 +103,9 @@ class Step:
     def __call__(self, state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Any]:
         """Take step `t`, 0 <= t, the same on all workers (but for `own_steps`)."""
         if torch.compiler.is_dynamo_compiling():
+            if collectives.is_outside_step():
+                refuse: Any = torch.compiler.disable(_refuse_torch_compile)  # raised in a graph, it would not be seen
+                refuse()
             return self.run(state, batch, as_step(t))
         step_number = as_step(t)
         if type(t) is int and type(step_number) is Tensor:
@@ -230,6 +233,13 @@ class Step:
     @cached_property
     def _donates(self) -> bool:
         return self.had("donate") is not None
+
+
+def _refuse_torch_compile() -> None:
+    raise ValueError(
+        "torch.compile(step): over several processes, whose messages it would send in any order, and from memory that it has reused; "
+        "use df.compile(step), also around a function that calls steps."
+    )
 
 
 class _Pair(NamedTuple):

@@ -7,6 +7,7 @@ import torch
 
 import decentfn as df
 from decentfn.core import trees
+from decentfn.testing import on_ranks
 from tests import network
 
 N = 4
@@ -83,3 +84,18 @@ def test_a_donated_step_refuses_a_state_with_other_fields():
         step = make(lambda state, batch, t: ({"b": state["a"] + batch}, None))
         with pytest.raises(Exception, match="in the same fields"):
             step({"a": torch.zeros(2)}, torch.ones(2), 0)
+
+
+def compiled_by_torch(rank, own):
+    init, step = df.adapt_then_combine(lambda w, b: (w * b).sum(), df.sgd(0.1), df.topology("one-peer-exp", 2))
+    state = init(torch.zeros(2))
+    around = torch.compile(step, backend="eager") if not own else df.compile(lambda *of: step(*of), backend="eager")
+    return df.params(around(state, torch.full((2,), rank + 1.0), 0)[0]).tolist()
+
+
+@pytest.mark.thorough
+def test_torch_compile_is_refused_among_ranks_where_it_would_reorder_their_messages():
+    """Inductor posted buckets in another order for another size of batch, and results were wrong without an error."""
+    with pytest.raises(ValueError, match=r"torch\.compile\(step\).*several processes.*df\.compile\(step\)"):
+        on_ranks(2, compiled_by_torch, False)
+    assert on_ranks(2, compiled_by_torch, True) == [pytest.approx([-0.15] * 2)] * 2

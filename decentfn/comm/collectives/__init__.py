@@ -9,6 +9,7 @@ from decentfn.comm.collectives.mailbox import LEAST, counts, open_mailbox, requi
 from decentfn.comm.collectives.membership import (
     adopt_default_group,
     all_processes,
+    is_outside_step,
     kept_world,
     leave_default_group,
     processes_per_worker,

@@ -75,6 +75,12 @@ def processes_per_worker() -> int:
     return world().identity.processes_per_worker
 
 
+@constant_while_traced
+def is_outside_step() -> bool:
+    """Return True if there are other processes, and no step runs in this thread; also works while a step is traced."""
+    return context.step_world is None and world().identity.size > 1
+
+
 def require_workers_of(processes: int) -> None:
     """Raise ValueError if a state was made for another number of processes per worker; 1 suits any number."""
     now = processes_per_worker()
