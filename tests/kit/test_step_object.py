@@ -83,3 +83,10 @@ def test_a_donated_step_refuses_a_state_with_other_fields():
         step = make(lambda state, batch, t: ({"b": state["a"] + batch}, None))
         with pytest.raises(Exception, match="in the same fields"):
             step({"a": torch.zeros(2)}, torch.ones(2), 0)
+
+
+def test_a_donated_step_names_the_leaf_whose_dtype_it_changes():
+    for make in (df.donate, lambda step: df.compile(step, backend="eager")):
+        step = make(lambda state, batch, t: ({"a": state["a"] + batch, "b": state["b"].double()}, None))
+        with pytest.raises(Exception, match=r"turned \('b', .*float32.* of the state into \('b', .*float64"):
+            step({"a": torch.zeros(2), "b": torch.zeros(3)}, torch.ones(2), 0)
