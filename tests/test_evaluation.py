@@ -401,6 +401,13 @@ def test_what_is_no_metric_or_batch_gets_a_sentence(evaluated, batch, words):
         df.evaluate(evaluated, state_of(range(N)), [batch])
 
 
+def test_a_loss_of_one_element_is_evaluated_as_it_is_trained():
+    state = state_of(range(N))
+    means = (lambda p, x: (p["w"] * x).mean(), lambda p, x: (p["w"] * x).mean().reshape(1))
+    alike = [df.evaluate(mean, state, DATA) for mean in means]
+    assert torch.equal(*alike)
+
+
 @pytest.mark.parametrize("module", [nn.Linear(2, 2), nn.BatchNorm1d(2)])
 def test_a_metric_that_leaves_the_buffers_out_is_told_how_to_pass_them(module):
     params, buffers, loss_fn = df.functional(module, nn.functional.mse_loss)

@@ -215,7 +215,7 @@ def _on_leaves(step: Step, state: Any, donate: bool) -> list[FunctionType]:
         leaves = [_as_it_was(leaf) for leaf in given]
         new, metrics = taken(leaves, batch, t)
         new_leaves = trees.leaves(new)
-        require_layout("compile", nodes, leaves, trees.nodes(new), new_leaves)
+        require_layout("compile", nodes, leaves, new, new_leaves)
         # Metrics must not be views of the next state.
         metrics = trees.map(torch.clone, metrics)
         # A new leaf may be another old one, or a view of it; all are read before the first is written.

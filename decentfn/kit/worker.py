@@ -101,7 +101,7 @@ class Worker:
                 `df.with_params`.
             outer_optimizers: further pairs `(init, update)` that take buckets of the parameters.
             push_sum: True if the step mixes with push-sum's weight, so that column-stochastic graphs are right for it.
-            own_steps: True if each worker takes its own steps, and nobody waits.
+            own_steps: True if each worker takes its own steps, and nobody waits; for this library's, as kit has no mail.
             whole_buckets: True if the step takes a bucket for one vector: it compresses it, sends some of its places, or mails it.
             schedules: those of which `kit.rests` may be True: of the outer steps. None: `topology`.
         """

@@ -316,13 +316,15 @@ def fixed_shards(parts: Sequence[Tensor | Sequence[int]], batch_size: int, seed:
 
 
 @checks_numbers
-def dirichlet_shards(labels: Tensor | Sequence[int], num_workers: int, alpha: float, seed: int = 0) -> list[Tensor]:
+def dirichlet_shards(
+    labels: Tensor | Sequence[int | str], num_workers: int, alpha: float, seed: int = 0
+) -> list[Tensor]:
     """Split samples with label skew: worker i's share of each class is drawn from Dirichlet(α, …, α). For experiments.
 
     Every sample is in exactly one part. A worker without samples takes one from the largest part.
 
     Args:
-        labels: `[num_samples]` integers, at least `num_workers` of them.
+        labels: `[num_samples]` integers or strings, at least `num_workers` of them.
         num_workers: N.
         alpha: α > 0; small is skewed (0.1: few classes per worker), large is even.
         seed: seed of the draw, the same on every worker.
@@ -331,12 +333,13 @@ def dirichlet_shards(labels: Tensor | Sequence[int], num_workers: int, alpha: fl
         Sample indices of each worker, `N` int64 vectors, ascending: for `fixed_shards`, or torch's `Subset`.
     Source: Hsu, Qi, Brown, 2019.
     """
-    y = torch.as_tensor(labels)
+    is_text = not isinstance(labels, Tensor) and np.asarray(labels).dtype.kind in "OU"
+    y = torch.as_tensor(np.unique(labels, return_inverse=True)[1] if is_text else labels)
     at_least("dirichlet_shards", "num_workers", num_workers, 1)
     if y.dim() != 1 or y.numel() < num_workers or not _are_integers(y):
         raise ValueError(
-            f"dirichlet_shards(labels): {y.dtype} of shape {list(y.shape)}; labels are integers, the number of each "
-            f"sample's class, at least num_workers={num_workers}."
+            f"dirichlet_shards(labels): {y.dtype} of shape {list(y.shape)}; labels are integers or strings, the "
+            f"class of each sample, at least num_workers={num_workers}."
         )
     if not 0 < alpha < float("inf"):
         raise ValueError(f"dirichlet_shards(alpha={alpha!r}): α is positive and finite; 0.1 is skewed, 100 is even.")

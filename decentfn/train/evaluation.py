@@ -266,7 +266,7 @@ def _values(call: str, value: Any) -> dict[str, float | Tensor]:
     value = value[0] if is_pair(value) else value
     values = dict(value) if not isinstance(value, Tensor) and isinstance(value, Mapping) else {"": value}
     for name, x in values.items():
-        is_real = not (x.dim() or x.is_complex()) if isinstance(x, Tensor) else isinstance(x, (int, float))
+        is_real = x.numel() == 1 and not x.is_complex() if isinstance(x, Tensor) else isinstance(x, (int, float))
         if not is_real or not isinstance(name, str):
             got = f"{name!r}: {brief(x)}" if name else brief(value)
             raise ValueError(

@@ -35,12 +35,13 @@ def until(
 ) -> Iterator[tuple[int, Batch]]:
     """Yield `(t, batch)` of this worker's own steps until all workers together have used up a budget.
 
-    Steps and samples are counted over all workers, in torch's store: one request per step, and nobody waits for another.
+    Steps and samples are counted from this call on, whatever `start`, over all workers, in torch's store: one request per
+    step, and nobody waits for another.
     When the budget is used up, each worker ends after the step that it is in. Call it on every rank.
 
     Args:
         batches: this worker's batches, endless or long enough; if a worker's end, so does its loop, and the others go on.
-        seconds: time since the first worker's first step here, > 0.
+        seconds: time since the first worker asked for its first batch here, > 0; it includes compiling.
         steps: own steps of all workers together, >= 1.
         samples: rows of their batches' first tensors, >= 1.
         start: the first t of this worker.

@@ -305,6 +305,20 @@ def test_settled_ranks_go_back_to_their_checkpoint_and_no_others(tmp_path):
         on_ranks(N, going_back, tmp_path / "flying", False)
 
 
+def saved_in_flight(rank, folder):
+    init, step = built(df.asynchronous_gradient_push)
+    state = init(starts()[rank])
+    df.checkpoint.save(folder, state, 0)
+    for t in range(2):
+        state, _ = step(state, batch(rank, t), t)
+    df.checkpoint.save(folder, state, 1)
+
+
+def test_ranks_do_not_save_a_state_without_the_mail_in_flight(tmp_path):
+    with pytest.raises(ValueError, match=r"save\(state, step\): mail is in flight.*df\.settle"):
+        on_ranks(N, saved_in_flight, tmp_path)
+
+
 @pytest.mark.parametrize("make", MAKE)
 def test_the_second_part_of_a_run_of_ranks_is_replayed_from_its_checkpoint(make, tmp_path):
     """Ranks have no room for messages in flight in their states, and the simulator has."""

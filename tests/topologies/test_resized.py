@@ -13,6 +13,7 @@ from decentfn import topologies
 from decentfn.comm.gossip.compressed import all_to_all
 from decentfn.topologies import certificate, mixing_matrix, registry, topology, topology_names
 from decentfn.topologies.resized import enlarged, in_place
+from decentfn.topologies.rounds import demanding
 from tests.topologies import is_doubly_stochastic
 from tests.topologies.test_topologies import make
 
@@ -153,6 +154,31 @@ def test_in_place_a_schedule_keeps_its_form(name):
                 w = mixing_matrix(left, t)
                 assert is_doubly_stochastic(w) or made.needs_push_sum
             assert left.num_workers == 1 or certificate(left).is_connected
+
+
+@pytest.mark.parametrize(
+    ("name", "accepted"),
+    [
+        ("one-peer-exp", "own of 4"),
+        ("hypercube", "static-ring"),
+        ("ring", "base"),
+        ("ring", "lazy"),
+        ("ring", "line"),
+        ("complete", "complete"),
+    ],
+)
+def test_in_place_the_first_schedule_that_the_algorithm_accepts_is_found(name, accepted):
+    """Of someone's own schedule, which has no family."""
+    n = 4 if name == "one-peer-exp" else 6 if name == "ring" else 8
+    made = make(name, n)
+    if accepted != "complete":
+        made = topologies.from_matrices("own", [mixing_matrix(made, t) for t in range(made.period)])
+
+    def suits(other):
+        if not other.name.startswith(accepted):
+            raise ValueError
+
+    assert in_place(demanding(made, suits), [0]).name.startswith(accepted)
 
 
 def test_in_place_a_combination_is_made_of_its_parts():

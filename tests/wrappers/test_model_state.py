@@ -3,6 +3,7 @@
 import itertools
 from collections import OrderedDict
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -454,6 +455,14 @@ def test_dirichlet_shards_are_a_partition_more_skewed_the_smaller_alpha(alpha):
     assert torch.equal(torch.cat(parts).sort().values, torch.arange(1000)) and all(len(part) for part in parts)
     largest = torch.stack([torch.bincount(labels[p], minlength=10).max() / len(p) for p in parts]).mean()
     assert {0.05: largest > 0.5, 1.0: 0.15 < largest < 0.6, 1000.0: largest < 0.15}[alpha]
+
+
+def test_names_of_classes_are_shared_out_as_their_numbers():
+    numbers = torch.arange(40) % 3
+    names = [["cat", "dog", "owl"][i] for i in numbers]
+    for given in (names, np.array(names), np.array(names, dtype=object)):
+        parts = df.data.dirichlet_shards(given, 4, 0.1, seed=3)
+        assert all(map(torch.equal, parts, df.data.dirichlet_shards(numbers, 4, 0.1, seed=3)))
 
 
 def test_torchs_distributed_sampler_serves_workers_too():

@@ -195,8 +195,8 @@ def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor], int]:
         by_bucket = [leaf.name for leaf in leaves if leaf.is_by_bucket]
         if by_bucket and not are_mine:
             raise ValueError(
-                f"restore: leaf {by_bucket[0]!r} is kept for each bucket, and {path} has other buckets; build the "
-                "algorithm with the bucket_mb that it was saved with."
+                f"restore: leaf {by_bucket[0]!r} is in no kit.Buckets, so it may be of a bucket's layout, and {path} has other "
+                "buckets; build the algorithm with the bucket_mb that it was saved with."
             )
         given = {leaf.name: leaf.values for leaf in layout.leaves_of(template if as_many else one)}
         frozen = {name: given[name] for name in parts[0].frozen if name in given}

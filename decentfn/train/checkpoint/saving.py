@@ -201,6 +201,9 @@ class Saver(contextlib.AbstractContextManager["Saver", None]):
                     f"save(step={now}): the state is the result of step t={taken}, and a run that restores it begins at "
                     f"step={now}, so it takes steps twice; pass t + 1."
                 )
+            box = collectives.world().mailbox
+            rule = "mail is in flight, which a checkpoint of ranks does not hold; save what df.settle(state) returned."
+            require(box is None or box.record.is_over or state.params not in box.owners, "save(state, step)", rule)
             return last is not None
 
         if not any(on_all("save", make)) and self._found:
