@@ -36,7 +36,7 @@ def _of_torch_optim(value: Any) -> str | None:
         )
     first = value[0] if isinstance(value, (list, tuple)) and value else None
     if inspect.isgenerator(value) or isinstance(first, (torch.Tensor, dict)):
-        return "found parameters; an optimizer here is not given them, since init(params) is: write df.sgd(0.1)."
+        return "found parameters, which init(params) takes; give the optimizer its rate alone, as df.sgd(0.1) does."
     return None
 
 
