@@ -44,7 +44,10 @@ def test_an_unknown_argument_names_the_known_one(call, said):
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (lambda: nn.Linear(2, 1).parameters(), r"found parameters, which init\(params\) takes; .* as df\.sgd\(0\.1\) does"),
+        (
+            lambda: nn.Linear(2, 1).parameters(),
+            r"found parameters, which init\(params\) takes; .* as df\.sgd\(0\.1\) does",
+        ),
         (lambda: [{"params": list(nn.Linear(2, 1).parameters())}], r"found parameters"),
         (
             lambda: torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([torch.ones(1)]), lambda count: 1.0),
