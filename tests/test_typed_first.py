@@ -40,6 +40,31 @@ def test_an_unknown_argument_names_the_known_one(call, said):
         call()
 
 
+def test_a_criterion_that_returns_aux_is_told_of_forward():
+    module, batch = nn.Linear(2, 1), (torch.ones(3, 2), torch.zeros(3, 1))
+
+    def criterion(output, target):
+        return nn.functional.mse_loss(output, target), {"samples": torch.tensor(3.0)}
+
+    def take(params, buffers, loss):
+        init, step = df.all_reduce(loss, df.sgd(0.1), ONE, weight=lambda aux: aux["samples"])
+        return step(init(params, buffers), batch, 0)
+
+    with pytest.raises(
+        ValueError, match=r"loss_fn returned tuple: .*\(loss, aux\), of df\.functional by forward= alone"
+    ):
+        take(*df.functional(module, criterion))
+    _, metrics = take(*df.functional(module, forward=lambda module, batch: criterion(module(batch[0]), batch[1])))
+    assert metrics.aux["samples"] == 3
+
+
+def test_a_list_of_parameter_groups_is_told_of_labels():
+    with pytest.raises(
+        ValueError, match=r"partition\(transforms=.*: a transform for each label, such as \{'decay': df\.adamw"
+    ):
+        df.transforms.partition([df.sgd(0.1)], lambda name, shape: 0)
+
+
 @pytest.mark.parametrize("optimizer", [df.sgd, df.adamw])
 @pytest.mark.parametrize(
     ("value", "said"),
