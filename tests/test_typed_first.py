@@ -58,6 +58,16 @@ def test_a_criterion_that_returns_aux_is_told_of_forward():
     assert metrics.aux["samples"] == 3
 
 
+def test_a_module_is_no_metric():
+    module = nn.Linear(2, 1)
+    params, buffers, loss = df.functional(module, nn.functional.mse_loss)
+    init, _ = df.all_reduce(loss, df.sgd(0.1), ONE)
+    state, batches = init(params, buffers), [(torch.ones(3, 2), torch.zeros(3, 1))]
+    with pytest.raises(ValueError, match=r"evaluate\(metric=Linear.*df\.functional\(module, criterion\)\[2\]"):
+        df.evaluate(module, state, batches)
+    assert df.evaluate(df.functional(module, nn.functional.mse_loss)[2], state, batches) >= 0
+
+
 def test_a_list_of_parameter_groups_is_told_of_labels():
     with pytest.raises(
         ValueError, match=r"partition\(transforms=.*: a transform for each label, such as \{'decay': df\.adamw"
