@@ -198,7 +198,7 @@ parameters, so bytes per step are payloads times parameter bytes; an all-reduce 
 **symmetric**, **stochastic**: every round's matrix. **connected**: over a period. **exact after**: steps until all workers
 hold the exact mean. **spectral gap**: 1 minus the second largest singular value of the product over one period. Random
 schedules are measured over their first 64 steps. Instead of a gap they have an expected contraction **ρ**, the largest
-eigenvalue of E[(W - J)ᵀ(W - J)]: the expected squared disagreement shrinks by at least ρ per step (estimated from 512 draws,
+eigenvalue of E[(W - J)ᵀ(W - J)]: the expected squared disagreement shrinks to at most ρ of itself per step (estimated from 512 draws,
 with a standard error of at most 0.03; a matching's is 1/2 - 1/(2(N-1)) if N is even). `ceca` is measured with one buffer;
 CECA's two are exact in ⌈log2 N⌉ steps for every N. Examples: `local_world_size=4`; a circle with chords for `graph`.
 

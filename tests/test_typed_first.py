@@ -40,11 +40,49 @@ def test_an_unknown_argument_names_the_known_one(call, said):
         call()
 
 
+def test_a_criterion_that_returns_aux_is_told_of_forward():
+    module, batch = nn.Linear(2, 1), (torch.ones(3, 2), torch.zeros(3, 1))
+
+    def criterion(output, target):
+        return nn.functional.mse_loss(output, target), {"samples": torch.tensor(3.0)}
+
+    def take(params, buffers, loss):
+        init, step = df.all_reduce(loss, df.sgd(0.1), ONE, weight=lambda aux: aux["samples"])
+        return step(init(params, buffers), batch, 0)
+
+    with pytest.raises(
+        ValueError, match=r"loss_fn returned tuple: .*\(loss, aux\), of df\.functional by forward= alone"
+    ):
+        take(*df.functional(module, criterion))
+    _, metrics = take(*df.functional(module, forward=lambda module, batch: criterion(module(batch[0]), batch[1])))
+    assert metrics.aux["samples"] == 3
+
+
+def test_a_module_is_no_metric():
+    module = nn.Linear(2, 1)
+    params, buffers, loss = df.functional(module, nn.functional.mse_loss)
+    init, _ = df.all_reduce(loss, df.sgd(0.1), ONE)
+    state, batches = init(params, buffers), [(torch.ones(3, 2), torch.zeros(3, 1))]
+    with pytest.raises(ValueError, match=r"evaluate\(metric=Linear.*df\.functional\(module, criterion\)\[2\]"):
+        df.evaluate(module, state, batches)
+    assert df.evaluate(df.functional(module, nn.functional.mse_loss)[2], state, batches) >= 0
+
+
+def test_a_list_of_parameter_groups_is_told_of_labels():
+    with pytest.raises(
+        ValueError, match=r"partition\(transforms=.*: a transform for each label, such as \{'decay': df\.adamw"
+    ):
+        df.transforms.partition([df.sgd(0.1)], lambda name, shape: 0)
+
+
 @pytest.mark.parametrize("optimizer", [df.sgd, df.adamw])
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (lambda: nn.Linear(2, 1).parameters(), r"found parameters.*init\(params\) is: write df\.sgd\(0\.1\)"),
+        (
+            lambda: nn.Linear(2, 1).parameters(),
+            r"found parameters, which init\(params\) takes; .* as df\.sgd\(0\.1\) does",
+        ),
         (lambda: [{"params": list(nn.Linear(2, 1).parameters())}], r"found parameters"),
         (
             lambda: torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([torch.ones(1)]), lambda count: 1.0),

@@ -39,7 +39,7 @@ class Mail:
 
     def __init__(self, call: str, worker: kit.Worker, schedule: kit.Topology) -> None:
         topology = worker.topology
-        rule = "averages in groups, for which all of a group wait; use a schedule of messages, such as 'one-peer-exp'."
+        rule = "averages in groups, for which all of a group wait; use a schedule of messages, such as 'base'."
         require(not topology.has_groups, call, rule, topology=topology.name)
         smallest = least_self_weight(topology)
         rule = f"a self-weight of {smallest:g}: a worker would give all of its mass away, and divide by nothing; use positive ones."

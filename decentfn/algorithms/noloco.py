@@ -82,7 +82,7 @@ def noloco(
         b = alpha * b + gamma * (mix(phi) - phi)
         return phi + b, b
 
-    topologies = "use a topology such as 'random-matching' or 'one-peer-exp', or a smaller alpha"
+    topologies = "use a topology such as 'random-matching' or 'base', or a smaller alpha"
     way_out = f"use gamma <= {1 + alpha:g}" if gamma > 1 + alpha else topologies
     kit.require_settling(f"noloco(alpha={alpha}, gamma={gamma})", topology, free, way_out, gossip_rounds)
     feedback = Feedback("noloco", compressor, error_decay, worker)

@@ -102,7 +102,7 @@ def _undirected(topology: kit.Topology) -> kit.Topology:
         schedule = "has steps that do not repeat" if topology.start else "is random"
         raise ValueError(
             f"power_gossip: {topology.name!r} {schedule}, but an edge stores its direction; use a schedule that "
-            "repeats, such as 'static-ring' or 'one-peer-exp', or deep_squeeze."
+            "repeats, such as 'static-ring' or 'base', or deep_squeeze."
         )
     matrices = torch.stack([mixing_matrix(topology, phase) for phase in topology.cycle])
     asymmetry = float((matrices - matrices.mT).abs().max())

@@ -72,7 +72,7 @@ def quasi_global_momentum(
         new = mix(x - of_m * m)
         return new, mu * m + (1 - mu) * (x - new)
 
-    way_out = "use a topology such as 'static-ring' or 'one-peer-exp', or a smaller beta"
+    way_out = "use a topology such as 'static-ring' or 'base', or a smaller beta"
     kit.require_settling(f"quasi_global_momentum(beta={beta}, mu={mu})", topology, free, way_out)
 
     def step(state: kit.State, batch: kit.PyTree, t: Tensor) -> tuple[kit.State, kit.Metrics]:

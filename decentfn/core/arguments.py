@@ -36,7 +36,7 @@ def _of_torch_optim(value: Any) -> str | None:
         )
     first = value[0] if isinstance(value, (list, tuple)) and value else None
     if inspect.isgenerator(value) or isinstance(first, (torch.Tensor, dict)):
-        return "found parameters; an optimizer here is not given them, since init(params) is: write df.sgd(0.1)."
+        return "found parameters, which init(params) takes; give the optimizer its rate alone, as df.sgd(0.1) does."
     return None
 
 
@@ -184,7 +184,7 @@ def _plain(call: str, name: str, kinds: frozenset[str], value: Any) -> Any:
     numbers = kinds & {"int", "float", "bool"}
     if not numbers or (value is None and "None" in kinds) or (callable(value) and "Callable" in kinds):
         return value
-    is_number = isinstance(value, (Real, torch.Tensor, bool))
+    is_number = isinstance(value, (Real, torch.Tensor)) and not ("Sequence" in kinds and getattr(value, "ndim", 0))
     if not is_number and kinds - {"int", "float", "bool", "None", "Callable"}:
         return value  # other accepted types are checked by the function
     if "bool" in kinds:

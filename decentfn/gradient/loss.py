@@ -160,7 +160,7 @@ def scalar(loss: Any) -> Tensor:
             return loss.reshape(())
     given = f"{list(loss.shape)} of {loss.dtype}" if isinstance(loss, torch.Tensor) else type(loss).__name__
     raise ValueError(
-        f"loss_fn returned {given}: the loss is a 0-d floating-point tensor, or (loss, aux); take its mean."
+        f"loss_fn returned {given}: a loss is a 0-d floating-point tensor (its mean), or (loss, aux), of df.functional by forward= alone."
     )
 
 

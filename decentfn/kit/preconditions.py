@@ -41,13 +41,14 @@ def require_doubly_stochastic(call: str, topology: Topology) -> None:
 def require_static_symmetric(call: str, topology: Topology) -> None:
     """Raise ValueError unless `topology` has one mixing matrix, doubly stochastic and symmetric to 1e-12."""
     require_doubly_stochastic(call, topology)
-    require_static(call, topology, "the method corrects for one W = Wᵀ", "gradient_tracking")
+    way_out = "leave it out" if call.startswith("gossip_rounds=") else "gradient_tracking"
+    require_static(call, topology, "the method is for one W = Wᵀ", way_out)
     matrix = mixing_matrix(topology, 0)
     asymmetry = float((matrix - matrix.T).abs().max())
     if asymmetry > 1e-12:
         raise ValueError(
             f"{call}: the mixing matrix of {topology.name!r} differs from its transpose by {asymmetry:.3g}, but the method "
-            "needs W = Wᵀ; use an undirected topology such as 'static-ring', or gradient_tracking."
+            f"needs W = Wᵀ; use an undirected topology such as 'static-ring', or {way_out}."
         )
 
 
@@ -90,7 +91,7 @@ def require_static(call: str, topology: Topology, why: str, way_out: str) -> Non
         schedule = f"differs before step {topology.start}" if topology.start else schedule
         raise ValueError(
             f"{call}: {topology.name!r} {schedule}, but {why}, which needs the same mixing matrix at every step; use a "
-            f"static topology such as 'static-ring' or 'static-exp', or {way_out}."
+            f"static topology such as 'static-ring', or {way_out}."
         )
 
 
@@ -109,9 +110,10 @@ def require_settling(call: str, topology: Topology, recursion: Recursion, way_ou
 
     rate = max(_growth(topology, step, first) for first in {0, topology.start})
     if rate > _GROWTH:
+        why = "it is unstable with W" if topology.period == 1 else "what it carries from step to step meets other links"
         raise ValueError(
             f"{call}: on {topology.name!r} disagreement grows by {rate:.2g} of itself per round even without gradients, "
-            f"since what it carries from step to step meets other links; {way_out}."
+            f"since {why}; {way_out}."
         )
 
 
@@ -168,9 +170,7 @@ def as_weight(call: str, weight: Any) -> Weight | None:
     """
     if weight is None:
         return None
-    rule = (
-        "expected a function from the loss's aux to this worker's weight, such as lambda aux: aux[\"tokens\"], or None."
-    )
+    rule = "expected a function of the loss's aux, this worker's weight, such as lambda aux: aux['tokens'], or None."
     require(callable(weight), call, rule, weight=weight)
     return Weight(weight)
 

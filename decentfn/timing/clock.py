@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from decentfn.core import array, at_least, checks_numbers, draws, require
 from decentfn.timing.cluster import Cluster, Links
@@ -186,7 +187,7 @@ class Clock:
 
 @checks_numbers
 def clock(
-    compute: float | Sequence[float] | np.ndarray | Callable[[np.ndarray], Any],
+    compute: float | Sequence[float] | np.ndarray | Tensor | Callable[[np.ndarray], Any],
     links: Cluster | Links,
     *,
     outages: Sequence[Outage] = (),

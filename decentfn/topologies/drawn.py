@@ -42,7 +42,7 @@ def from_draw(name: str, num_workers: int, draw: Callable[[Tensor], tuple[Tensor
             stochastic, or differs when drawn again; workers that receive nothing in 1,000 rounds, if the others receive
             50 messages each on average, or if nobody receives any.
 
-    >>> from decentfn.core import draws
+    >>> from decentfn import draws
     >>> def ring_in_random_order(t):
     ...     order = draws.permutation(0, t, 6)
     ...     sources, destinations = torch.empty_like(order), torch.empty_like(order)

@@ -96,8 +96,8 @@ def _of_workers(
     plan: Plan,
 ) -> list[_Sums]:
     """Return the sums of every replica of all workers. Collective; raises on all processes or on none."""
-    rule = f"expected a function (params, batch) -> number; the order is {call}(metric, state, batches)."
-    require(callable(metric), call, rule, metric=metric)
+    rule = f"expected (params, batch) -> number, as df.functional(module, criterion)[2]; the order is {call}(metric, state, batches)."
+    require(callable(metric) and not isinstance(metric, torch.nn.Module), call, rule, metric=metric)
     if isinstance(batches, Tensor):
         raise ValueError(
             f"{call}(batches): found a tensor of shape {[*batches.shape]}; pass a list of batches: [batch]."

@@ -1,5 +1,7 @@
 """No algorithm grows on a schedule that it accepts; a part of `python -m tests.promises`."""
 
+import re
+
 import pytest
 
 import decentfn as df
@@ -27,6 +29,43 @@ def test_gasloc_agrees_where_its_page_sends_it(schedule):
 
 def test_what_sparse_loco_moves_without_a_gradient_its_error_has_held():
     assert promises.run("sparse_loco", df.topology("complete", 8)).mean < 1e-14
+
+
+def refusal(name, topology, num_workers=8, **options):
+    """Build an algorithm on a topology, with a compressor where it needs one; return why it is refused, or None."""
+    if name in ("beer", "choco_sgd", "deep_squeeze"):
+        options |= {"compressor": df.compressors.top_k(0.1), "gamma": 0.3}
+    try:
+        getattr(df, name)(lambda x, b: ((x - b) ** 2).sum(), df.sgd(0.1), df.topology(topology, num_workers), **options)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("topology", ["complete", "random-matching", "ring", "static-exp"])
+@pytest.mark.parametrize(
+    "name", ["asynchronous_diloco", "beer", "exact_diffusion", "extra", "led", "nids", "power_gossip"]
+)
+def test_what_a_refusal_names_is_accepted(name, topology):
+    """Six workers, which no exponential graph of pairs has."""
+    if (why := refusal(name, topology, 6)) is not None:
+        advice = why.rpartition("; use ")[2]
+        for offered in re.findall("'([a-z-]+)'", advice):
+            assert refusal(name, offered, 6) is None, why
+        for other in {*re.findall("[a-z_0-9]+", advice)} & {*df.algorithms.__all__}:
+            assert refusal(other, topology, 6) is None, why
+
+
+def test_fast_gossip_is_sent_to_no_method_that_needs_it_too():
+    why = refusal("gradient_tracking", "base", gossip_rounds=2)
+    assert why is not None and "leave it out" in why and "gradient_tracking" not in why
+    assert refusal("gradient_tracking", "base") is None
+
+
+def test_a_static_topology_is_not_said_to_have_other_links():
+    why = refusal("d2", "static-exp")
+    assert why is not None and "other links" not in why and "'static-exp'" in why
+    assert "other links" in (refusal("d2", "base") or "")
 
 
 @pytest.mark.parametrize("name", ["noloco", "quasi_global_momentum", "gasloc"])

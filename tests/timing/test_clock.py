@@ -178,3 +178,12 @@ def test_near_the_least_mass_a_timeline_sends_what_a_mailbox_would():
     assert trace.sent[0][:2] == ((True, True, False), (True, False, False))
     given = _at_once(topology, 1, torch.full((3,), own, dtype=torch.float64))  # as the simulator, and a mailbox
     assert (given.to[0] >= 0).tolist() == [*trace.sent[0][1]]
+
+
+def test_seconds_may_be_a_tensor():
+    seconds, four, sends = [0.1, 0.1, 0.1, 0.3], Cluster(4, Link(10)), Exchange(df.topology("ring", 4), 1e6)
+    for given in (torch.tensor(seconds, dtype=torch.float64), torch.tensor([seconds] * 5, dtype=torch.float64)):
+        found = df.clock(given, four).timeline(sends, 5).end
+        assert np.array_equal(found, df.clock(seconds, four).timeline(sends, 5).end)
+    with pytest.raises(ValueError, match=r"clock\(compute=.*a number >= 0"):
+        df.clock(torch.tensor([0.1, 0.1]), four)

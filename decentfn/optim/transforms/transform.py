@@ -269,10 +269,10 @@ def partition(transforms: Mapping[Hashable, Any], labels: Callable[[str, tuple[i
     Source: optax.partition.
 
     >>> from decentfn.optim.transforms import adamw, sgd
-    >>> optimizer = partition(
-    ...     {"head": adamw(1e-3), "body": sgd(1e-2)}, lambda name, shape: "head" if name.startswith("head") else "body"
-    ... )
+    >>> optimizer = partition({True: adamw(1e-3), False: sgd(1e-2)}, lambda name, shape: name.startswith("head"))
     """
+    rule = "a transform for each label, such as {'decay': df.adamw(1e-3), 'bias': df.adamw(1e-3, weight_decay=0.0)}."
+    require(isinstance(transforms, Mapping), "partition", rule, transforms=transforms)
     for label, transform in transforms.items():
         require_pair(f"partition(transforms[{label!r}])", transform)
     require(callable(labels), "partition", "labels are a function (dotted name, shape) -> label.", labels=labels)
