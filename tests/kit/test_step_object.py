@@ -99,6 +99,8 @@ def test_torch_compile_is_refused_among_ranks_where_it_would_reorder_their_messa
     with pytest.raises(ValueError, match=r"torch\.compile\(step\).*several processes.*df\.compile\(step\)"):
         on_ranks(2, compiled_by_torch, False)
     assert on_ranks(2, compiled_by_torch, True) == [pytest.approx([-0.15] * 2)] * 2
+
+
 def test_a_donated_step_names_the_leaf_whose_dtype_it_changes():
     for make in (df.donate, lambda step: df.compile(step, backend="eager")):
         step = make(lambda state, batch, t: ({"a": state["a"] + batch, "b": state["b"].double()}, None))
