@@ -114,7 +114,7 @@ def test_what_differs_between_runs_has_a_row_for_each():
         ValueError, match=r"stack_runs: run 1 has the leaf v torch.float64 \[6\] where run 0 has v torch.float64 \[5\]"
     ):
         df.stack_runs([starts[0], starts[1] | {"v": torch.zeros(D + 1).double()}])
-    with pytest.raises(ValueError, match=r"per_run\(values=\[\]\): expected one number per run"):
+    with pytest.raises(ValueError, match=r"per_run\(values=\[\]\): a list, one number per run"):
         df.schedules.per_run([])
     by_autograd = df.all_reduce(df.autograd(loss_fn), df.sgd(0.1), df.topology("complete", N))
     with pytest.raises(ValueError, match=r"sweep\(step of df.autograd\(loss_fn\), R\)"):

@@ -110,7 +110,7 @@ def per_run(values: Sequence[float]) -> Schedule:
     Raises:
         ValueError: no values; in the step of a sweep, another number of runs.
     """
-    require(isinstance(values, Sequence) and len(values) > 0, "per_run", "expected one number per run.", values=values)
+    require(isinstance(values, Sequence) and len(values) > 0, "per_run", "a list, one number per run.", values=values)
     for r, its in enumerate(values):
         _require_number("per_run", f"values[{r}]", its)
 

@@ -124,7 +124,7 @@ def set_learning_rate(state: State, rate: float | Tensor) -> State:
                 "df.learning_rate(state)."
             )
     else:
-        new = torch.tensor(float(real(_SET, "rate", rate)), dtype=torch.float64, device=old.device)
+        new = torch.tensor(float(real("set_learning_rate", "rate", rate)), dtype=torch.float64, device=old.device)
     if not bool(((new >= 0) & torch.isfinite(new)).all()):
         raise ValueError(f"{_SET}: rate={brief(rate)}: a learning rate is a finite number >= 0.")
     rows = iter(new.expand(old.shape).unbind(-1) if len(rates(opt)) > 1 else [new.expand(old.shape)])

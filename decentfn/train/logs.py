@@ -158,6 +158,8 @@ def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 def _open(path: Path, first_step: int) -> str:
     """Return the path of a new log, or of the last one after removing lines of steps >= `first_step`."""
+    if path.is_dir():
+        raise ValueError(f"JSONLines({str(path)!r}): that is a directory; the log is a file in it, such as log.jsonl.")
     make_directory(path.parent)
     last, paths = path, chain([path], (path.with_name(f"{path.stem}-{n}{path.suffix}") for n in count(2)))
     if first_step == 0:

@@ -158,6 +158,14 @@ def test_a_log_that_cannot_be_is_refused_on_all_ranks(tmp_path):
         log.write({"x": object()})
 
 
+@pytest.mark.parametrize("first_step", [0, 3])
+def test_a_directory_is_no_log(tmp_path, first_step):
+    (tmp_path / "a").mkdir()
+    with pytest.raises(ValueError, match=r"JSONLines\('.*a'\): that is a directory; .* such as log\.jsonl"):
+        df.logs.JSONLines(tmp_path / "a", first_step)
+    assert [x.name for x in tmp_path.iterdir()] == ["a"]
+
+
 def test_init_says_the_run_in_a_few_numbers_at_level_info(caplog):
     init, _ = df.adapt_then_combine(lambda p, x: (p["w"] * x).sum(), df.sgd(0.1), df.topology("ring", 4))
     init({"w": torch.zeros(3)})
