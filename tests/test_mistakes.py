@@ -378,6 +378,11 @@ CASES = {
         r'@register_topology\("mine"\)',
         lambda: df.register_topology("mine"),
     ),
+    "a cluster's rate in place of its link": (
+        lambda: df.planning.Cluster(4, 1.0),
+        r"between=1\.0.*its links are df\.planning\.Link\(gbit_per_s\)",
+        lambda: df.planning.Cluster(4, df.planning.Link(1.0)),
+    ),
     "world_size": (
         lambda: df.simulate(trained, world_size=4),
         "there are step, num_workers",

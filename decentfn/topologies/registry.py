@@ -62,6 +62,9 @@ def register_topology(name: str) -> Callable[[Function], Function]:
             require_at_most(call, MOST_WORKERS, num_workers=num_workers)
             require_numbers_on_cpu(call)
             made = checked(num_workers, *args, **options)
+            rule = f"the function returned {brief(made)}; expected a topology of num_workers={num_workers}."
+            is_right = isinstance(made, Topology) and made.num_workers == num_workers
+            require(is_right, f"topology({name!r}, {num_workers})", rule)
             return noted(made, family=partial(topology, name, **dict(zip(names, args, strict=False)), **options))
 
         _registry[name] = make

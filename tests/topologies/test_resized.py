@@ -141,6 +141,14 @@ def test_an_option_given_by_position_stays(monkeypatch):
         assert torch.equal(made.resized(7).topology.sources, shifted(7, 2).sources)
 
 
+@pytest.mark.parametrize("returned", [topology("ring", 6), None])
+def test_a_registered_function_returns_a_topology_of_the_size_it_was_asked_for(monkeypatch, returned):
+    monkeypatch.setattr(registry, "_registry", dict(registry._registry))
+    df.topologies.register_topology("mine")(lambda num_workers: returned)
+    with pytest.raises(ValueError, match=r"topology\('mine', 5\): the function returned .*num_workers=5"):
+        df.topology("mine", 5)
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if "dyn" not in name])
 def test_in_place_a_schedule_keeps_its_form(name):
     for n in (4, 5):
