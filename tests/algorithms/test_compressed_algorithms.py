@@ -16,8 +16,8 @@ from decentfn.algorithms.choco_sgd import choco_sgd
 from decentfn.algorithms.deep_squeeze import deep_squeeze
 from decentfn.algorithms.demo import demo
 from decentfn.algorithms.power_gossip import power_gossip
-from decentfn.comm import collectives
-from decentfn.comm.gossip.compressed import all_to_all, as_messages
+from decentfn.comm import collectives, gossip
+from decentfn.comm.gossip.compressed import all_to_all, as_messages, post_compressed
 from decentfn.compressors import Key
 from decentfn.core import trees
 from decentfn.core.buckets import flatten
@@ -546,3 +546,25 @@ def test_one_simulated_worker_reads_its_own_message(compressor):
     alone, _ = step(state, torch.ones(10), 0)
     simulated, _ = df.simulate(step, 1)(df.stack(state, 1), torch.ones(1, 10), 0)
     torch.testing.assert_close(df.params(simulated)[0], df.params(alone), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("compressor", [compressors.random_k(0.5), compressors.qsgd(3)], ids=lambda one: one.name)
+def test_buckets_of_equal_size_have_random_numbers_of_their_own(compressor):
+    x = flatten([torch.ones(64), torch.ones(64)], bucket_mb=1e-9)
+    one, other = post_compressed(x, compressor, df.topology("complete", 1), torch.tensor(0)).sent
+    assert not torch.equal(one, other)
+
+
+def test_a_guarded_message_is_bad_if_its_values_or_what_is_decoded_of_them_are():
+    """A NaN that the compressor leaves out, and a large value that its message cannot hold."""
+
+    def posted(values, compressor):
+        with gossip.guarded() as noted:
+            sent = post_compressed(flatten([values]), compressor, df.topology("complete", 1), torch.tensor(0)).sent
+        return bool(noted.messages[0]), sent[0]
+
+    few = compressors.random_k(0.1)
+    is_good, sent = posted(torch.ones(64), few)
+    with_nan = torch.where(sent == 0, torch.nan, 1.0)
+    assert is_good and not posted(with_nan, few)[0]
+    assert not posted(torch.full((4,), 1e6), compressors.cast(torch.float16))[0]

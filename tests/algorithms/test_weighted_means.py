@@ -219,6 +219,21 @@ def test_a_worker_of_weight_0_whose_gradient_is_nan_keeps_its_buffers():
     assert state.buffers["mean"] == 1 and (df.params(state)["w"] == 0).all()
 
 
+@pytest.mark.parametrize("around", [lambda loss_fn: loss_fn, df.dynamic_loss_scale], ids=["plain", "scaled"])
+@pytest.mark.parametrize("wrap", [lambda algorithm: algorithm, df.guard], ids=["bare", "guarded"])
+def test_a_momentum_rests_while_the_weight_is_0_and_the_gradient_nan(around, wrap):
+    topology, optimizer = df.topology("complete", 1), df.sgd(0.1, momentum=0.9)
+    init, step = wrap(
+        df.diloco(around(of_masked_samples), optimizer, topology, inner_steps=3, weight=lambda tokens: tokens)
+    )
+    state, _ = step(init({"w": torch.zeros(2)}), (torch.ones(5, 1), torch.ones(5, 1)), 0)
+    after, metrics = step(state, (torch.ones(5, 1), torch.zeros(5, 1)), 1)
+    assert metrics.loss.isnan() and (df.params(state)["w"] != 0).any()
+    torch.testing.assert_close(
+        trees.leaves((after.params, after.local.opt)), trees.leaves((state.params, state.local.opt))
+    )
+
+
 @each_method
 def test_a_weight_that_cannot_be_computed_is_refused(algorithm, options, loop):
     name = algorithm.__name__

@@ -324,6 +324,21 @@ def test_a_message_nobody_waits_for_is_received_all_the_same():
     assert on_ranks(2, one) == [0, 0]
 
 
+def test_a_copy_of_what_travels_is_refused_and_the_message_received_first():
+    """If a compiler kept a copy until the wait, it may have written over what travels: an error, and no other numbers."""
+    topology = df.topology("ring", 2)
+
+    def one(rank):
+        x = torch.full((1_000_000,), 5.0)
+        with pytest.raises(RuntimeError, match="kept a copy of what was sent"), collectives.whole_step(0):
+            flight = exchange(x, look_up(x, topology, torch.tensor(0)))
+            [call] = collectives.world().session.in_flight.values()
+            wait(flight._replace(x=x.clone()))
+        return len(call.works)
+
+    assert on_ranks(2, one) == [0, 0]
+
+
 def test_a_step_beside_another_threads_step_is_refused_on_ranks():
     """The order in which two threads step is not that of another rank; a step within a step is in order."""
     world = collectives.World(collectives.Channels(collectives.Identity.of(0, 2), Backend()))

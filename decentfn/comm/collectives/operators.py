@@ -183,12 +183,12 @@ inductor.keep_in_order("post")  # else their order depends on the batch's size, 
 
 def _wait_kernel(number: Tensor, x: Tensor, peers: Tensor, size: Any, good: Any, workers: int, after: Any) -> Tensor:
     here = context.step_world or world()
-    call = here.session.in_flight.pop(int(number))
+    call = here.session.in_flight[int(number)]
     if not workers and call.memory != x.data_ptr():
         raise RuntimeError(
             "wait: the compiler kept a copy of what was sent, and may have written over what travels; post its clone."
         )
-    land(here, call)
+    land(here, here.session.in_flight.pop(call.number))
     inbox, call.inbox = call.inbox, None
     return inbox if workers else inbox[0]
 
