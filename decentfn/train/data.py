@@ -316,9 +316,7 @@ def fixed_shards(parts: Sequence[Tensor | Sequence[int]], batch_size: int, seed:
 
 
 @checks_numbers
-def dirichlet_shards(
-    labels: Tensor | Sequence[int | str], num_workers: int, alpha: float, seed: int = 0
-) -> list[Tensor]:
+def dirichlet_shards(labels: Tensor | Sequence[Any], num_workers: int, alpha: float, seed: int = 0) -> list[Tensor]:
     """Split samples with label skew: worker i's share of each class is drawn from Dirichlet(α, …, α). For experiments.
 
     Every sample is in exactly one part. A worker without samples takes one from the largest part.
