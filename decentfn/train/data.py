@@ -222,7 +222,7 @@ def epochs(loader: Iterable[Any], num_epochs: int, *, start: int = 0, generators
         num_epochs: epochs in all, >= 1.
         start: the first t, as `df.checkpoint.restore` returns it; the batches before it in its epoch are read and
             discarded, and of a loader without a length, or of a stream with processes, those of all epochs before. Not
-            needed with `load_state_dict`.
+            needed with `load_state_dict`, which a loader that counts its epochs by itself needs (MosaicML's streaming).
         generators: what else draws numbers for the batches and belongs in the state, of `torch.Generator`,
             `np.random.Generator` or `random.Random`; the global ones and `loader.generator` are in it.
 
@@ -316,9 +316,7 @@ def fixed_shards(parts: Sequence[Tensor | Sequence[int]], batch_size: int, seed:
 
 
 @checks_numbers
-def dirichlet_shards(
-    labels: Tensor | Sequence[int | str], num_workers: int, alpha: float, seed: int = 0
-) -> list[Tensor]:
+def dirichlet_shards(labels: Tensor | Sequence[Any], num_workers: int, alpha: float, seed: int = 0) -> list[Tensor]:
     """Split samples with label skew: worker i's share of each class is drawn from Dirichlet(α, …, α). For experiments.
 
     Every sample is in exactly one part. A worker without samples takes one from the largest part.

@@ -35,8 +35,7 @@ def until(
 ) -> Iterator[tuple[int, Batch]]:
     """Yield `(t, batch)` of this worker's own steps until all workers together have used up a budget.
 
-    Steps and samples are counted from this call on, whatever `start`, over all workers, in torch's store: one request per
-    step, and nobody waits for another.
+    Steps and samples of all workers are counted, from this call on, in torch's store: a request per step, and nobody waits.
     When the budget is used up, each worker ends after the step that it is in. Call it on every rank.
 
     Args:

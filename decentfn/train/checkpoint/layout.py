@@ -204,8 +204,8 @@ def packed(value: Any, tensors: dict[str, Tensor], path: str = "extra") -> Any:
             return values
         return {_KIND: "dict", "items": [[key, item] for key, item in values.items()]}
     raise ValueError(
-        f"save(extra=...): {path} is {brief(value)}; a checkpoint holds finite numbers, strings, None, tensors, arrays and bytes in "
-        "lists, tuples and dicts whose keys are strings or integers; for NaN and infinity give None or a string."
+        f"save(extra=...): {path} is {brief(value)} ({type(value).__name__}); a checkpoint holds finite numbers, strings, None, tensors, "
+        "arrays and bytes in lists, tuples and dicts whose keys are strings or integers; for NaN and infinity give None or a string."
     )
 
 

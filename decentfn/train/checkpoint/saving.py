@@ -19,7 +19,7 @@ from torch import Tensor
 
 import decentfn
 from decentfn.comm import collectives
-from decentfn.core import at_least, brief, log, require, trees, warn
+from decentfn.core import at_least, brief, brief_error, log, require, trees, warn
 from decentfn.core.buckets import Place
 from decentfn.core.draws import generator_states
 from decentfn.elastic.generation import awaited_run
@@ -277,8 +277,8 @@ def _arguments(keep: Any, config: Any) -> Any:
         return json.loads(json.dumps(config, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"Saver(config=...): JSON holds finite numbers, strings, lists and dicts, and this is {brief(config)}; for NaN "
-            "and infinity give None or a string."
+            f"Saver(config=...): JSON holds finite numbers, strings, lists and dicts, and this is {brief(config)} "
+            f"({brief_error(error)}); for NaN and infinity give None or a string."
         ) from error
 
 
