@@ -260,6 +260,12 @@ def test_a_step_by_autograd_and_an_eager_one_are_few_python_calls_however_many_t
     assert len(calls) <= 288, len(calls)
 
 
+def test_passes_that_would_replace_the_librarys_own_are_refused():
+    for name in ("joint_custom_pre_pass", "post_grad_custom_post_pass"):
+        with pytest.raises(ValueError, match=rf"compile\(step\)\({name}=None\): .*leave it out"):
+            df.compile(lambda state, batch, t: (state, None), **{name: None})
+
+
 def test_metrics_of_the_old_state_seen_through_its_parts():
     """`split` gives views in a list: the donated state is not written before they were read."""
 

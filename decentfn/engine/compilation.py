@@ -97,8 +97,12 @@ def compile(
     progress = _Progress(step, backend)
     kwargs: dict[str, Any] = {"fullgraph": True, "dynamic": dynamic, "backend": backend, "recompile_limit": _GRAPHS}
     if backend == "inductor":
+        own = inductor.compile_options()
+        theirs = {name: options[name] for name in own if name in options}
+        rule = "the library's own pass here keeps the order of messages, and values from being written over; leave it out."
+        require(not theirs, "compile(step)", rule, **theirs)
         kwargs["backend"] = progress.inductor
-        kwargs["options"] = inductor.compile_options() | options
+        kwargs["options"] = own | options
     given: dict[str, Any] = kwargs if mode is None else kwargs | {"backend": on_device(progress.inductor)}
     lock = lock_of(step.loss_fn)
     graphs: list[tuple[Any, list[Callable[..., Any]], Layout | None]] = []
