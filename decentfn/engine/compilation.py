@@ -64,7 +64,8 @@ def compile(
         dynamic: as for torch.compile: None compiles once more for the second shape of a batch, which then serves any
             shape; True compiles for any shape from the start, False for each shape. A loss by `df.autograd` needs one
             graph for all.
-        backend: as for torch.compile.
+        backend: as for torch.compile. A function that calls Inductor by itself lacks the passes that keep messages in order; write
+            "inductor", and its `options`.
         mode: "reduce-overhead" records the step as a CUDA graph, which later steps replay for their own t and batch,
             without Python between kernels; for small models on a GPU. Of one process and a traced loss, and batches of
             tensors. The graph keeps the numbers and flags that the loss reads from outside.
