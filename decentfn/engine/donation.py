@@ -66,7 +66,7 @@ def donate(step: Step | Callable[..., Any]) -> Step:
             context.donating = outer
         leaves = trees.leaves(new)
         if not is_known:
-            require_layout("donate", trees.nodes(state), old, new, leaves)
+            require_layout("donate", layout_of(state), old, trees.nodes(new), leaves)
             known.append(structure)
         # Metrics must not be views of the next state.
         metrics = trees.map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, metrics)
@@ -100,14 +100,26 @@ def uninterrupted() -> Iterator[None]:
             handler(*came[0])
 
 
-def require_layout(call: str, nodes: list[str], old: Sequence[Tensor], state: Any, new: Sequence[Any]) -> None:
-    """Raise ValueError unless the new state, with leaves `new`, has the old one's nodes, shapes and dtypes."""
-    before, after = nodes, trees.nodes(state)
+def layout_of(state: Any) -> tuple[list[str], list[str]]:
+    """Return the nodes of a state and the names of its leaves."""
+    return trees.nodes(state), [name for name, _ in trees.named_leaves(state)]
+
+
+def require_layout(
+    call: str,
+    layout: tuple[list[str], list[str]],
+    old: Sequence[Tensor],
+    new_nodes: list[str],
+    new: Sequence[Any],
+) -> None:
+    """Raise ValueError unless the new state has the nodes of the old one's layout, and its shapes and dtypes."""
+    (before, names), after = layout, new_nodes
     if before == after:
         before, after = ([(x.dtype, list(x.shape)) for x in leaves] for leaves in (old, new))
-        if before != after and len(old) == len(new):
-            pairs = zip(before, after, trees.named_leaves(state), strict=True)
-            before, after = next(((name, a), (name, b)) for a, b, (name, _) in pairs if a != b)
+        if before != after and len(names) == len(before) == len(after):
+            before, after = next(
+                ((name, a), (name, b)) for name, a, b in zip(names, before, after, strict=True) if a != b
+            )
     if before != after:
         raise ValueError(
             f"{call}(step): the step turned {before} of the state into {after}; a state that overwrites "
