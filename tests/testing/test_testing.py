@@ -118,26 +118,28 @@ def test_an_algorithm_says_what_it_declines():
     assert testing.try_promise(PROMISES["interpreters_agree"], subject) is None
 
 
-def test_late_messages_show_a_payload_that_is_written_over_while_it_travels():
-    """The step adds to what it has posted before it waits for the answers."""
-
+def impatient(added):
     @kit.algorithm
-    def impatient(loss_fn, optimizer, topology, **options):
+    def adds(loss_fn, optimizer, topology, **options):
         worker = Worker(loss_fn, optimizer, topology, **options)
 
         def step(state, batch, t):
             payload = trees.map(torch.clone, state.params)
             posted = worker.post(payload, t)
             for bucket in payload:
-                bucket.add_(1.0)
+                bucket.add_(added)
             x = collect(posted)
             return State(x, state.local), Metrics(x[0].sum(), None, x[0].sum())
 
         return worker.algorithm(step)
 
-    subject = testing.Subject(impatient, ring)
-    on_time, late = ranks(subject, Run(), steps=1), ranks(subject, Run(), steps=1, delay=0.05)
-    assert not torch.equal(on_time[-1].params[0], late[-1].params[0])
+    return testing.Subject(adds, ring)
+
+
+def test_late_messages_show_a_payload_that_is_written_over_while_it_travels():
+    """The step adds to what it has posted before it waits for the answers; on a busy machine any message may be late."""
+    right, late = ranks(impatient(0.0), Run(), steps=1), ranks(impatient(1.0), Run(), steps=1, delay=0.05)
+    assert not torch.equal(right[-1].params[0], late[-1].params[0])
 
 
 def test_ranks_are_real_and_their_errors_come_out():
