@@ -137,9 +137,9 @@ def impatient(added):
 
 
 def test_late_messages_show_a_payload_that_is_written_over_while_it_travels():
-    """The step adds to what it has posted before it waits for the answers; on a busy machine any message may be late."""
+    """The step adds one to what it has posted before it waits for the answers; if all are late, the mix has all of it."""
     right, late = ranks(impatient(0.0), Run(), steps=1), ranks(impatient(1.0), Run(), steps=1, delay=0.05)
-    assert not torch.equal(right[-1].params[0], late[-1].params[0])
+    torch.testing.assert_close(late[-1].params[0], right[-1].params[0] + 1.0)
 
 
 def test_ranks_are_real_and_their_errors_come_out():
