@@ -18,7 +18,7 @@ from decentfn.core import PyTree, context, log, require, trees
 from decentfn.engine import cache as compile_cache
 from decentfn.engine.advice import explain
 from decentfn.engine.cuda_graphs import MODE, cuda_recorder, on_device, replayed, require_replayable
-from decentfn.engine.donation import layout_of, require_distinct, require_layout, uninterrupted
+from decentfn.engine.donation import Fields, require_distinct, require_layout, uninterrupted
 from decentfn.engine.layout import Layout
 from decentfn.engine.memory import give_back_freed_memory, keep_freed_memory
 from decentfn.gradient import lock_of
@@ -203,7 +203,7 @@ def _on_leaves(step: Step, state: Any, donate: bool) -> list[FunctionType]:
     Twice: for steps with a round, and for steps without one (`kit.rests`). A leaf with a spare, a tuple, is not written
     over: donated, the function returns the metrics, and True if all such leaves are new, in their spares.
     """
-    one, template, layout = step.run, trees.enumerate_leaves(state), layout_of(state)
+    one, template, fields = step.run, trees.enumerate_leaves(state), Fields.of(state)
 
     def taken(leaves: list[Tensor], batch: PyTree, t: Tensor) -> tuple[Any, Any]:
         result = one(trees.fill(template, leaves), batch, t)
@@ -220,7 +220,7 @@ def _on_leaves(step: Step, state: Any, donate: bool) -> list[FunctionType]:
         leaves = [_as_it_was(leaf) for leaf in given]
         new, metrics = taken(leaves, batch, t)
         new_leaves = trees.leaves(new)
-        require_layout("compile", layout, leaves, trees.nodes(new), new_leaves)
+        require_layout("compile", fields, leaves, trees.nodes(new), new_leaves)
         # Metrics must not be views of the next state.
         metrics = trees.map(torch.clone, metrics)
         # A new leaf may be another old one, or a view of it; all are read before the first is written.

@@ -6,7 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,7 +66,7 @@ def donate(step: Step | Callable[..., Any]) -> Step:
             context.donating = outer
         leaves = trees.leaves(new)
         if not is_known:
-            require_layout("donate", layout_of(state), old, trees.nodes(new), leaves)
+            require_layout("donate", Fields.of(state), old, trees.nodes(new), leaves)
             known.append(structure)
         # Metrics must not be views of the next state.
         metrics = trees.map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, metrics)
@@ -100,26 +100,28 @@ def uninterrupted() -> Iterator[None]:
             handler(*came[0])
 
 
-def layout_of(state: Any) -> tuple[list[str], list[str]]:
-    """Return the nodes of a state and the names of its leaves."""
-    return trees.nodes(state), [name for name, _ in trees.named_leaves(state)]
+class Fields(NamedTuple):
+    """Fields of a state; names are not found while a step is traced."""
+
+    nodes: list[str]
+    """Kinds of its inner nodes (`trees.nodes`)."""
+    leaves: list[str]
+    """Names of its leaves."""
+
+    @classmethod
+    def of(cls, state: Any) -> Fields:
+        """Return a state's."""
+        return cls(trees.nodes(state), [name for name, _ in trees.named_leaves(state)])
 
 
-def require_layout(
-    call: str,
-    layout: tuple[list[str], list[str]],
-    old: Sequence[Tensor],
-    new_nodes: list[str],
-    new: Sequence[Any],
-) -> None:
-    """Raise ValueError unless the new state has the nodes of the old one's layout, and its shapes and dtypes."""
-    (before, names), after = layout, new_nodes
+def require_layout(call: str, fields: Fields, old: Sequence[Tensor], nodes: list[str], new: Sequence[Any]) -> None:
+    """Raise ValueError unless the new state, of these nodes, has the old one's fields, shapes and dtypes."""
+    before, after = fields.nodes, nodes
     if before == after:
         before, after = ([(x.dtype, list(x.shape)) for x in leaves] for leaves in (old, new))
-        if before != after and len(names) == len(before) == len(after):
-            before, after = next(
-                ((name, a), (name, b)) for name, a, b in zip(names, before, after, strict=True) if a != b
-            )
+        if before != after and len(before) == len(after):
+            i = [a != b for a, b in zip(before, after, strict=True)].index(True)
+            before, after = (fields.leaves[i], before[i]), (fields.leaves[i], after[i])
     if before != after:
         raise ValueError(
             f"{call}(step): the step turned {before} of the state into {after}; a state that overwrites "

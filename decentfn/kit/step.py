@@ -103,7 +103,7 @@ class Step:
     def __call__(self, state: Any, batch: PyTree, t: int | Tensor) -> tuple[Any, Any]:
         """Take step `t`, 0 <= t, the same on all workers (but for `own_steps`)."""
         if torch.compiler.is_dynamo_compiling():
-            if collectives.is_outside_step():
+            if collectives.sends_outside_step():
                 refuse: Any = torch.compiler.disable(_refuse_torch_compile)  # raised in a graph, it would not be seen
                 refuse()
             return self.run(state, batch, as_step(t))

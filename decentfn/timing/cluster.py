@@ -143,9 +143,9 @@ class Cluster:
     def __post_init__(self) -> None:
         for name in ("num_workers", "workers_per_node", "processes_per_worker"):
             at_least("Cluster", name, getattr(self, name), 1)
-        its = isinstance(self.between, Link), isinstance(self.inside, Link | None)
+        are_links = isinstance(self.between, Link) and isinstance(self.inside, Link | None)
         rule = "its links are df.planning.Link(gbit_per_s)."
-        require(all(its), "Cluster", rule, between=self.between, inside=self.inside)
+        require(are_links, "Cluster", rule, between=self.between, inside=self.inside)
         rule = "the workers of a node divide the workers."
         sizes = {"num_workers": self.num_workers, "workers_per_node": self.workers_per_node}
         require(self.num_workers % self.workers_per_node == 0, "Cluster", rule, **sizes)

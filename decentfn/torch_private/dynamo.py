@@ -81,6 +81,7 @@ def constant_while_traced(function: F) -> F:
 
 
 _TOLD = r"(?:raised exception|Dynamo failed to run .*: got) (Value|Runtime)Error\((.*)\)"
+"""Text of an error that Dynamo has observed in traced code; that of 2.14 may have another one's text in it."""
 
 
 def first_error(error: BaseException) -> BaseException:

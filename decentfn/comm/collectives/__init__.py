@@ -9,13 +9,13 @@ from decentfn.comm.collectives.mailbox import LEAST, counts, open_mailbox, requi
 from decentfn.comm.collectives.membership import (
     adopt_default_group,
     all_processes,
-    is_outside_step,
     kept_world,
     leave_default_group,
     processes_per_worker,
     replace_world,
     require_messages_from,
     require_workers_of,
+    sends_outside_step,
     use,
     world,
 )

@@ -76,8 +76,8 @@ def processes_per_worker() -> int:
 
 
 @constant_while_traced
-def is_outside_step() -> bool:
-    """Return True if there are other processes, and no step runs in this thread; also works while a step is traced."""
+def sends_outside_step() -> bool:
+    """Return True if what is posted now travels, and belongs to no `whole_step`; also works while a step is traced."""
     return context.step_world is None and world().identity.size > 1
 
 
