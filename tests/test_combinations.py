@@ -235,6 +235,7 @@ def test_reading_a_donated_run_changes_nothing(row):
         _assert_same(now, then)  # what was read is a copy
 
 
+@pytest.mark.thorough
 @few_rows
 def test_a_learning_rate_set_in_a_compiled_run_is_used_without_another_graph(row):
     algorithm = _built(row)

@@ -242,6 +242,7 @@ def test_an_error_after_the_moments_were_written_says_so(monkeypatch):
     assert "had begun to write over its state; continue from a checkpoint" in raised.value.__notes__[-1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("transform", [df.donate, lambda step: df.compile(step, backend="eager")])
 def test_a_state_of_expanded_views_is_refused_by_its_leaf_and_cloned_it_trains(transform):
     """Stacked by hand, all workers share one memory, and no step can write one's new values there."""

@@ -83,6 +83,7 @@ def test_an_optimizer_of_the_users_sees_whole_buckets():
     assert seen[-1] == [27]
 
 
+@pytest.mark.thorough
 def test_several_states_of_one_step_share_a_spare_and_nothing_else():
     """States take turns; each equals its own eager run, and the tensors of a state stay its own objects."""
     name = "adapt_while_communicate"
@@ -132,6 +133,7 @@ def test_a_state_that_was_changed_between_steps_is_read_as_it_is():
     assert_close(mine, state)
 
 
+@pytest.mark.thorough
 def test_the_generated_code_neither_joins_gradients_nor_copies_new_parameters():
     """Counted in it: no buffer of all parameters, and each leaf's update is stored into the spare it is given."""
     from torch._inductor.utils import run_and_get_code

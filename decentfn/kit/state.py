@@ -160,8 +160,8 @@ def left_alone(state: Any) -> Iterator[None]:
             )
 
 
-def require_result(state: Any, result: Any) -> None:
-    """Raise ValueError unless a step returned a state like the one it was given, and metrics."""
+def require_pair(result: Any) -> None:
+    """Raise ValueError unless a step returned a state and metrics."""
     is_pair = isinstance(result, tuple) and len(result) == 2
     if not is_pair or not isinstance(result[0], State) or not isinstance(result[1], Metrics):
         found = [type(part).__name__ for part in result] if isinstance(result, tuple) else type(result).__name__
@@ -169,7 +169,11 @@ def require_result(state: Any, result: Any) -> None:
             f"{CALL}: the step returned {found}; it returns (State(params, local, memory), metrics); "
             "metrics is worker.gradient's g.metrics or Metrics(loss, aux, grad_norm)."
         )
-    returned, given = ([kind_of(s), *lines_of(s)] for s in (result[0], state))
+
+
+def require_like(given: Any, returned: Any) -> None:
+    """Raise ValueError unless a step returned a state like the one it was given."""
+    returned, given = ([kind_of(s), *lines_of(s)] for s in (returned, given))
     if returned != given:
         found, expected = first_difference(returned, given)
         raise ValueError(

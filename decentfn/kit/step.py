@@ -17,7 +17,7 @@ from decentfn.core import PyTree, as_step, brief, context, draws, require, trees
 from decentfn.core.buckets import Buckets, Plan
 from decentfn.gradient import LossFn, is_by_autograd, tell_of_batch
 from decentfn.gradient.side_channel import SideChannel, with_side_channel
-from decentfn.kit.state import left_alone, require_result
+from decentfn.kit.state import left_alone, require_like
 from decentfn.timing.trace import Replay
 from decentfn.topologies import Topology
 from decentfn.torch_private import functorch
@@ -136,7 +136,7 @@ class Step:
             except Exception as error:
                 tell_of_batch(error, self.loss_fn, batch)
                 raise
-        require_result(state, result)
+        require_like(state, result[0])
         return result
 
     def _run(self, state: Any, batch: PyTree, t: Tensor, number: int | None) -> tuple[Any, Any]:

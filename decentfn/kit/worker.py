@@ -30,7 +30,7 @@ from decentfn.gradient import (
 from decentfn.kit.options import DEFAULTS, Options, require_arguments
 from decentfn.kit.preconditions import fast_gossip_momentum, require_whole
 from decentfn.kit.start import lay_out
-from decentfn.kit.state import Local, Metrics, State
+from decentfn.kit.state import Local, Metrics, State, require_pair
 from decentfn.kit.step import Algorithm, Step
 from decentfn.optim.transforms.basic import current_rate
 from decentfn.optim.transforms.transform import wants_mix
@@ -126,8 +126,7 @@ class Worker:
         @functools.wraps(step)
         def with_rate(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
             result = step(state, batch, t)
-            if not isinstance(result, tuple) or not isinstance(result[-1], Metrics):
-                return result  # a step that is refused after its first call
+            require_pair(result)
             new, metrics = result
             return new, metrics._replace(learning_rate=current_rate(new.local.opt))
 

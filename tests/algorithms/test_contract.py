@@ -25,7 +25,7 @@ FIRST = (
 """The rows that CI compiles on ranks."""
 IN_16_BITS = ("power_gossip", "slowmo")
 """Of the other families, those that CI compiles in 16 bits: matrices, and an outer step beside sums of messages."""
-LATER = ("choco_sgd", "streaming_diloco")
+LATER = ("stochastic_gradient_push, delayed", "choco_sgd", "streaming_diloco")
 """Rows of these that CI alone tries."""
 
 INDUCTOR = ("compiled_ranks_agree", "sixteen_bits_compile")

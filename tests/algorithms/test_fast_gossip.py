@@ -103,6 +103,7 @@ def test_a_schedule_without_one_symmetric_matrix_is_refused():
         df.gradient_tracking(loss, Sgd(0.1), df.topology("static-ring", N), form="awc", gossip_rounds=2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", OFFERED)
 @pytest.mark.parametrize("n", [17, 32, 64])
 def test_so_few_rounds_that_disagreement_would_grow_are_refused_and_the_advice_works(name, n):

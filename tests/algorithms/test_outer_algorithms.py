@@ -386,6 +386,7 @@ def test_nothing_travels_between_the_rounds(monkeypatch, algorithm, expected):
     assert steps_that_speak(monkeypatch, built, p, 10) == expected
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "algorithm",
     [noloco, *(pytest.param(f, marks=pytest.mark.slow) for f in (slowmo, diloco, streaming_diloco))],

@@ -141,7 +141,7 @@ def cases():
         is_like_another = name.endswith((" bits", " adam")) or name == "sparse_loco"
         for mode in ("eager", "traced", "autograd", "simulated"):
             if name in FIRST or mode in ("eager", "traced"):
-                is_first = name in FIRST and mode in ("eager", "traced")
+                is_first = name in FIRST and mode == "eager" or (name, mode) == ("diloco", "traced")
                 tier = pytest.mark.slow if mode == "traced" and is_like_another else pytest.mark.thorough
                 yield pytest.param(name, mode, marks=[] if is_first else [tier], id=f"{name}-{mode}")
 

@@ -191,6 +191,7 @@ def test_local_sgd_with_a_left_out_head_is_torchs_sgd_of_it():
             torch.testing.assert_close(found["float64"]["matrix"][i], own.data, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.thorough
 @each_family
 def test_ranks_eager_traced_and_donated_agree_with_the_simulator(row):
     for run in (Run(options=(("shared", OUT),)), Run("aot_eager", local=2, options=(("shared", OUT),))):

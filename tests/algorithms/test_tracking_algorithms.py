@@ -200,6 +200,7 @@ def test_one_worker_alone_takes_the_optimizers_steps(function, options):
     np.testing.assert_allclose(run(build(function, p, np.eye(1)[None], LR, **options), p, 5), xs, rtol=0, atol=1e-14)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("function", "options"),
     [

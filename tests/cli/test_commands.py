@@ -51,6 +51,7 @@ def test_a_plan_is_the_librarys_with_its_recommendation(capsys):
     )
 
 
+@pytest.mark.thorough
 def test_a_narrow_terminal_breaks_texts_and_no_number(capsys, monkeypatch):
     for name, value in {"COLUMNS": "90", "TERM": "xterm", "FORCE_COLOR": "1", "NO_COLOR": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -142,6 +143,7 @@ def test_the_doctor_trains_on_two_ranks_and_names_an_unknown_interface(capsys, m
     assert "no interface nope0" in checks["GLOO_SOCKET_IFNAME"]["fix"] and not checks["two ranks"]["ok"]
 
 
+@pytest.mark.thorough
 def test_a_number_of_workers_that_no_topology_has_is_refused_in_place_of_an_empty_table():
     for n in ("0", "-3", "99999999"):
         done = subprocess.run(

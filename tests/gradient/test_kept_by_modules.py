@@ -208,6 +208,7 @@ def test_a_tuple_without_length_and_a_buffer_with_a_gradient_are_taken(around):
     assert net.codebook.requires_grad and torch.equal(state.buffers["codebook"], torch.ones(2))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("transform", [lambda step: step, lambda step: df.compile(step, backend="eager")])
 def test_chunks_with_dropout_are_refused_and_the_way_out_works(transform):
     net = nn.Sequential(nn.Linear(4, 2), nn.Dropout(0.5))

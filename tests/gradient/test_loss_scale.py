@@ -59,7 +59,7 @@ def torch_scales(gradient_of_step):
     return torch.tensor(scales)
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.thorough)])
 def test_every_worker_keeps_the_scale_that_a_grad_scaler_of_its_own_would(backend):
     scales, _ = recorded(backend)
     for i in range(N):
@@ -67,7 +67,7 @@ def test_every_worker_keeps_the_scale_that_a_grad_scaler_of_its_own_would(backen
     assert len(scales[:, 1].unique()) > 4 and scales[:, 1].min() < scales[:, 0].min()
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.thorough)])
 def test_an_agreed_scale_is_that_of_a_grad_scaler_that_sees_every_overflow(backend):
     scales, _ = recorded(backend, agree=True)
     # Worker 1 is the only one that overflows, so its own scaler sees all of them.
@@ -115,7 +115,7 @@ def on_this_rank(agree):
     return torch.stack(scales), df.params(state)["w"]
 
 
-@pytest.mark.parametrize("agree", [False, True])
+@pytest.mark.parametrize("agree", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_gloo_ranks_scale_as_vmap_does(ranks, agree):
     scales, state = recorded(agree=agree)
     for rank, (mine, w) in enumerate(ranks(N).run(on_this_rank, agree)):
@@ -260,7 +260,8 @@ def train(dtype, backend, steps=3):
     return state, torch.stack(losses)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_in_the_loss_keeps_float32_masters_eager_and_compiled(dtype):
     state, losses = train(dtype, None)
     assert all(p.dtype == torch.float32 for p in trees.leaves(df.params(state)))

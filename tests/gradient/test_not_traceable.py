@@ -177,6 +177,7 @@ class _Lazy(nn.Module):
         return self.linear(x)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_module_that_compiles_only_after_an_eager_call_is_tried_again(backend):
     net = _Lazy()

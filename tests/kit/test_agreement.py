@@ -78,6 +78,7 @@ def refused(*algorithms):
     return answers[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_hyperparameter_is_compared(name):
     assert refused(build(name), build(name)) == "accepted"

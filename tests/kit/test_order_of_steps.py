@@ -54,7 +54,12 @@ def cells(first, *others):
     for kind in (first, *others):
         for transform in TRANSFORMS:
             repeats = kind != first and transform not in ("pure", "donated")
-            yield pytest.param(kind, transform, marks=[pytest.mark.slow] * repeats)
+            yield pytest.param(kind, transform, marks=[pytest.mark.slow] * repeats or compiles(transform))
+
+
+def compiles(transform):
+    """Marks of a transform: the first tier compiles nothing."""
+    return [pytest.mark.thorough] * transform.startswith("compiled")
 
 
 @pytest.mark.parametrize(("mode", "transform"), list(cells(*MODES)))
@@ -234,7 +239,7 @@ def test_another_saver_of_a_run_counts_on_too(tmp_path):
     df.checkpoint.save(tmp_path / "run", trees.map(torch.clone, state), 0)  # another run
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("transform", [pytest.param(name, marks=compiles(name)) for name in TRANSFORMS])
 def test_a_checkpoint_is_of_the_step_after_the_last(transform, tmp_path):
     step, state, batch = _simulated(_algorithm())
     step = TRANSFORMS[transform](step)
@@ -260,6 +265,7 @@ def test_a_warning_of_steps_taken_twice_points_at_the_users_line_and_comes_once_
     ] * 2
 
 
+@pytest.mark.thorough
 def test_a_warning_of_rounds_left_out_points_at_the_users_line():
     for transform in TRANSFORMS.values():
         step, state, batch = _simulated(_algorithm())

@@ -13,8 +13,9 @@ def loss_fn(params, batch):
     return ((params - batch) ** 2).mean()
 
 
-def first_step(returned, memory=None):
+def first_step(returned, memory=None, *, way="eager"):
     """The first step of an algorithm that returns `returned(state, x, local, g)`."""
+    n = 2 if way == "simulated" else 1
 
     @kit.algorithm
     def mine(loss_fn, optimizer, topology, **options):
@@ -26,7 +27,11 @@ def first_step(returned, memory=None):
 
         return worker.algorithm(step, memory)
 
-    init, step = mine(loss_fn, df.sgd(0.1), df.topology("complete", 1))
+    init, step = mine(loss_fn, df.sgd(0.1), df.topology("complete", n))
+    if way == "simulated":
+        return df.simulate(step, n)(df.stack(init(torch.zeros(3)), n), torch.ones(n, 3), 0)
+    if way == "compiled":
+        step = df.compile(step, backend="eager")
     return step(init(torch.zeros(3)), torch.ones(3), 0)
 
 
@@ -64,6 +69,10 @@ WRONG = {
         lambda state, x, local, g: kit.State(x, local),
         r"returned \['Buckets', 'Local', 'tuple'\]; it returns",
     ),
+    "fields without their State": (
+        lambda state, x, local, g: ((x, local, ()), g.metrics),
+        r"returned \['tuple', 'Metrics'\]; it returns",
+    ),
     "nothing": (lambda state, x, local, g: None, r"returned NoneType; it returns"),
     "the gradient for metrics": (
         lambda state, x, local, g: (kit.State(x, local), g),
@@ -76,11 +85,17 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("mistake", WRONG)
-def test_what_a_step_returns_is_looked_at_once(mistake):
+@pytest.mark.parametrize(
+    ("mistake", "way"),
+    [
+        *((mistake, "eager") for mistake in WRONG),
+        *((mistake, way) for mistake in ("fields without their State", "nothing") for way in ("simulated", "compiled")),
+    ],
+)
+def test_what_a_step_returns_is_looked_at_once(mistake, way):
     returned, message = WRONG[mistake]
     with pytest.raises(ValueError, match=message):
-        first_step(returned)
+        first_step(returned, way=way)
 
 
 def test_a_sound_step_passes():
@@ -122,6 +137,7 @@ def test_each_message_is_its_senders_and_idle_slots_weigh_nothing(name):
             torch.testing.assert_close(row, df.mixing_matrix(topology, t)[i], rtol=0, atol=1e-12)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", [None, "eager"])
 def test_a_mean_leaves_out_whatever_has_weight_0_and_mixing_leaves_infinite_values(backend):
     """0 times NaN, and inf - inf, would be NaN on every worker."""

@@ -82,6 +82,7 @@ def test_workers_of_a_node_stay_together():
     assert found.reordered.seconds < 0.5 * found.recommended.seconds
 
 
+@pytest.mark.thorough
 def test_equal_links_and_hidden_messages_have_no_order():
     equal = planned(np.full((4, 4), 1.0), 0.1, df.topology("ring", 4))
     assert equal.reordered is None and equal.links.startswith("The slowest link that it uses leads from node 0")

@@ -170,6 +170,7 @@ def test_ddps_first_megabyte_travels_while_the_rest_is_computed():
         assert ddp.exchange == pytest.approx(1.5 * nbytes * 8e-9) and ddp.between == pytest.approx(1.5 * nbytes)
 
 
+@pytest.mark.thorough
 def test_computation_hides_messages_and_the_plan_says_which_limits():
     slow = df.plan(Cluster(8, Link(1)), MLP, compute_seconds=0.1)
     fast = df.plan(Cluster(8, Link(100)), MLP, compute_seconds=0.1)
@@ -212,6 +213,7 @@ def test_schedules_of_one_name_are_each_predicted():
         assert found.topology is made[0]  # one message per step, and as exact
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("method", ["adapt_while_communicate", "diloco"])
 def test_a_checkpoint_has_the_bytes_of_the_states(method, dtype):

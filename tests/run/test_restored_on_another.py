@@ -46,6 +46,7 @@ def trained(algorithm, state, steps):
     return state
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "wrap",
     [lambda algorithm: algorithm, pytest.param(lambda algorithm: df.ema(algorithm, 0.9), marks=pytest.mark.thorough)],

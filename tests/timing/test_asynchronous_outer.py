@@ -169,6 +169,7 @@ def test_what_a_narrow_wire_rounds_stays_with_the_sender():
 # -- ranks --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "around",
     [

@@ -59,8 +59,8 @@ DEGREES = {
     "torus": 4,
 }
 
-DRAWN_ANEW = dict.fromkeys(["equitopo-od-dyn", "equitopo-ou-dyn"], [pytest.mark.thorough])
-"""Each drawn round is another matrix, so they take as long as all others; of these, the first tier has random-matching."""
+DRAWN_ANEW = dict.fromkeys(["equitopo-od-dyn", "equitopo-ou-dyn", "random-matching"], [pytest.mark.thorough])
+"""Each drawn round is another matrix, so they take as long as all others."""
 TRIED = {1, 2, 3, 4, 5, 8, 13, 17, 24, 33}
 """Numbers of workers of those that are drawn anew."""
 every_name = pytest.mark.parametrize(

@@ -151,11 +151,11 @@ def test_an_empty_leaf_changes_nothing():
     assert_equal(trained, plain_loop(make, params))
 
 
+@pytest.mark.thorough
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "name", ["Counting", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("AdamW", "Muon"))]
 )
-@pytest.mark.thorough
 def test_compiled_and_simulated_workers_equal_their_plain_loops(name):
     make, params, n = VARIANTS[name], start(name), 2
     init, step = built(make, n=n)
@@ -461,6 +461,7 @@ def test_a_guarded_step_keeps_the_state_where_a_gradient_is_bad(name, around, mo
         assert_equal(df.params(df.worker(state, 1)), expected)
 
 
+@pytest.mark.thorough
 def test_a_guarded_simulation_of_whole_buckets_compiles():
     init, step = df.guard(
         df.adapt_while_communicate(loss_fn, from_torch(VARIANTS["AdamW"], elementwise=True), df.topologies.idle(2))

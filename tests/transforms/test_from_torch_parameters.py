@@ -198,6 +198,7 @@ def test_whole_buckets_skip_no_leaf():
         step(init(params, buffers), (False, INPUTS), 0)
 
 
+@pytest.mark.thorough
 def test_a_compiled_step_skips_leaves_too_and_they_are_evaluated_as_they_are():
     schedule_free = pytest.importorskip("schedulefree")
     batches, net = [(t > 3, INPUTS + t) for t in range(6)], Experts()
@@ -271,6 +272,7 @@ def test_an_optimizer_that_counts_its_steps_itself_is_refused():
         init({"w": torch.ones(3)})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rest", [df.sgd(0.1), df.from_torch(lambda params: torch.optim.RMSprop(params, 0.1))])
 def test_a_compiled_step_of_a_partition_equals_the_eager_one_also_of_a_state_made_later(rest):
     own = df.from_torch(lambda params: torch.optim.Adagrad(params, 0.1))

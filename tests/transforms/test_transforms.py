@@ -242,6 +242,7 @@ def test_all_updates_are_one_graph(make, interpreter):
     assert counter.frame_count <= 1  # none where there is nothing to compute (identity)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # Inductor's own imports
 @pytest.mark.parametrize(
     "make", [lambda: adamw(RATE), lambda: accum_adam(RATE), lambda: sgd(RATE, 0.9)], ids=["adamw", "accum_adam", "sgd"]
