@@ -121,7 +121,14 @@ def test_thirty_sizes_of_a_batch_are_compiled_at_most_three_times(mode):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("subject", [name for name in SUBJECTS if name != "rows"])
+@pytest.mark.parametrize(
+    "subject",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("rows of tokens", "rows of bags")))
+        for name in SUBJECTS
+        if name != "rows"
+    ],
+)
 @pytest.mark.parametrize("mode", [pytest.param("alone", marks=pytest.mark.slow), "simulated"])
 def test_thirty_sizes_are_compiled_at_most_three_times_whatever_the_network_is_made_of(subject, mode):
     """And compute what the eager step does; in a transformer of rows there is dropout."""

@@ -146,9 +146,7 @@ def test_decoupled_diloco_with_late_and_absent_workers_follows_its_equation(oute
 
 @each_outer
 @each_bits
-@pytest.mark.parametrize(
-    "delay", [pytest.param(0, marks=pytest.mark.thorough), pytest.param(1, marks=pytest.mark.slow), 3]
-)
+@pytest.mark.parametrize("delay", [*(pytest.param(delay, marks=pytest.mark.slow) for delay in (0, 1)), 3])
 def test_streaming_diloco_follows_its_equation(outer, bits, delay):
     p, (make, options) = problem(N, starts_equal=True), OUTERS[outer]
     how = {"inner_steps": H, "num_fragments": P, "delay": delay, "alpha": 0.25, "compressor": quantizer(bits)}

@@ -136,11 +136,18 @@ COUNTED = (*LOOPS, "adapt_while_communicate", "adapt_then_combine")
 
 
 def cases():
-    """An outer optimizer and a compressor rest (`sparse_loco` is one of `diloco`), so the graph without a round of such a form is the plain one's."""
+    """An outer optimizer and a compressor rest, so the graph without a round of such a form is the plain one's.
+
+    `sparse_loco` is one of `diloco`; `noloco` and `factored_gossip_diloco` gossip as `gasloc` does.
+    """
     for name in COUNTED:
-        is_like_another = name.endswith((" bits", " adam")) or name == "sparse_loco"
+        is_like_another = name.endswith((" bits", " adam")) or name in (
+            "sparse_loco",
+            "noloco",
+            "factored_gossip_diloco",
+        )
         for mode in ("eager", "traced", "autograd", "simulated"):
-            if name in FIRST or mode in ("eager", "traced"):
+            if name == "diloco" or mode in ("eager", "traced"):
                 is_first = name in FIRST and mode == "eager" or (name, mode) == ("diloco", "traced")
                 tier = pytest.mark.slow if mode == "traced" and is_like_another else pytest.mark.thorough
                 yield pytest.param(name, mode, marks=[] if is_first else [tier], id=f"{name}-{mode}")
@@ -192,7 +199,7 @@ def test_no_round_is_computed_to_learn_that_nothing_is_due(name):
     [
         "diloco",
         *(
-            pytest.param(name, marks=[pytest.mark.slow] * ("momentum" in name))
+            pytest.param(name, marks=[pytest.mark.slow] * (name not in ("gradient_tracking", "asynchronous_diloco")))
             for name in SCHEDULED
             if name not in COUNTED
         ),

@@ -134,7 +134,7 @@ def same(one, other):
         ("messages", None),
         ("means", None),
         ("messages after the update", "donate"),
-        *((kind, "aot_eager") for kind in KINDS),
+        *(pytest.param(kind, "aot_eager", marks=[pytest.mark.slow] * (kind == "messages")) for kind in KINDS),
         *(pytest.param(kind, "inductor", marks=pytest.mark.slow) for kind in KINDS),
     ],
 )

@@ -261,7 +261,7 @@ def train(dtype, backend, steps=3):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_autocast_in_the_loss_keeps_float32_masters_eager_and_compiled(dtype):
     state, losses = train(dtype, None)
     assert all(p.dtype == torch.float32 for p in trees.leaves(df.params(state)))

@@ -144,7 +144,7 @@ def hidden(kind):
     }[kind]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @everywhere
 @pytest.mark.parametrize("kind", ["tensor", "parameter", "bound method", "closure"])
 def test_parameters_hidden_in_a_closure_are_refused(kind, around):
