@@ -125,7 +125,8 @@ print("loss", float(metrics.loss))
 """
 
 
-@pytest.mark.parametrize("kept", [pytest.param(0, marks=pytest.mark.slow), 2000])
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", [0, 2000])
 def test_a_cache_whose_libraries_were_all_cut_off_is_made_again(kept, tmp_path):
     """Also the library with which Inductor tries the CPU's vector instructions."""
     variables = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}

@@ -173,7 +173,7 @@ def test_a_newcomer_takes_the_lowest_free_place():
     assert places_of((2, 4, 6, 7), before) == (2, 1, 0, 3)
 
 
-@pytest.mark.parametrize("parts", [[(0, 1), (2,)], pytest.param([(0, 2), (1,)], marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("parts", [[(0, 1), (2,)], pytest.param([(0, 2), (1,)], marks=pytest.mark.slow)])
 def test_of_a_partition_the_larger_part_continues_where_all_answer(parts):
     everyone = tuple(range(3))
     notes = [Note(seat, 0, next(part for part in parts if seat in part)) for seat in everyone]
