@@ -83,6 +83,25 @@ def test_an_optimizer_of_the_users_sees_whole_buckets():
     assert seen[-1] == [27]
 
 
+@pytest.mark.parametrize("moves", [0, 1])
+def test_a_step_may_move_some_of_the_parameters_or_none(moves):
+    """What stays is no new tensor, and must not change places with a spare that nobody has written."""
+    worker, n = df.kit.Worker(lambda x, batch: (x[0] - batch).square().sum(), df.sgd(0.1), df.topology("ring", 4)), 4
+
+    def step(state, batch, t):
+        g, local = worker.gradient(state.params, state.local, batch, t)
+        new = [x * 0.5 if i < moves else x for i, x in enumerate(state.params)]
+        return df.kit.State(df.kit.Buckets(new, state.params.plan), local), g.metrics
+
+    init, step = worker.algorithm(step)
+    state = df.stack(init([torch.arange(3.0), torch.arange(3.0, dtype=torch.float64)]), n)
+    expected = [x * 0.5**3 if i < moves else x.clone() for i, x in enumerate(state.params)]
+    compiled = df.compile(df.simulate(step, n), backend="eager")
+    for t in range(3):
+        state, _ = compiled(state, torch.ones(n, 3), t)
+    assert all(map(torch.equal, state.params, expected))
+
+
 @pytest.mark.thorough
 def test_several_states_of_one_step_share_a_spare_and_nothing_else():
     """States take turns; each equals its own eager run, and the tensors of a state stay its own objects."""
