@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Any
 
 import torch
@@ -315,6 +316,26 @@ def values_of_actions() -> Made:
         return TensorDict({"observation": x(5, 3), "action": action, "next": after}, [5])
 
     return Made(net, batch, forward=lambda net, b: net(b)["loss"])
+
+
+@model(
+    "keras",
+    "`Sequential` with `BatchNormalization`",
+    special="`training=True` in the loss, as `train()` switches nothing; `overwritten=` the statistics",
+)
+def keras_layers() -> Made:
+    os.environ["KERAS_BACKEND"] = "torch"
+    keras = importlib.import_module("keras")
+    keras.utils.clear_session()  # else names are counted on
+    keras.utils.set_random_seed(0)
+    layers = keras.layers.Dense(8, activation="tanh"), keras.layers.BatchNormalization(), keras.layers.Dense(1)
+    net = keras.Sequential([keras.Input((3,)), *layers])
+    statistics = tuple(name for name, x in net.named_parameters() if not x.requires_grad)
+
+    def forward(net: Any, batch: Any) -> Tensor:
+        return F.mse_loss(net(batch[0], training=True), batch[1])
+
+    return Made(net, vectors(3, 1), forward=forward, overwritten=statistics)
 
 
 @model("ema-pytorch", "an EMA kept within the module", special="`df.ema` outside of it, or `overwritten=[...]`")
