@@ -305,7 +305,9 @@ def test_what_an_optimizer_ceases_to_keep_is_named(monkeypatch):
     monkeypatch.setattr(Prodigious, "forgets", True)
     init, step = df.all_reduce(off_by_one, df.from_torch(prodigious), df.topology("complete", 1))
     state = init({"w": torch.ones(3)})
-    with pytest.raises(ValueError, match=r"Prodigious no longer keeps \['first'\] of 'w', which it kept in 8 trial steps"):
+    with pytest.raises(
+        ValueError, match=r"Prodigious no longer keeps \['first'\] of 'w', which it kept in 8 trial steps"
+    ):
         for t in range(11):
             state, _ = step(state, None, t)
     assert t == 9
