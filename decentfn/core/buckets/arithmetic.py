@@ -54,7 +54,7 @@ def cast_like(x: Buckets, y: Buckets) -> Buckets:
 
 
 def write_over(pairs: Sequence[tuple[Tensor, Any]]) -> None:
-    """Copy the tensor or one number of each pair over its first tensor; views of first ones are read before any write."""
+    """Copy each pair's tensor or number over its first tensor; views of first ones are read before any write."""
 
     def is_there(x: Tensor, y: Any) -> bool:
         return isinstance(y, Tensor) and x.data_ptr() == y.data_ptr() and x.stride() == y.stride()
