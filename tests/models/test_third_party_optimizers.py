@@ -105,6 +105,14 @@ def test_it_equals_itself_in_a_plain_loop_and_resumes_from_a_checkpoint(name, tm
     assert_equal(df.params(state), plain_loop(make, start()))
 
 
+@pytest.mark.parametrize("name", [*MAKE, *WORK])
+def test_it_equals_itself_with_a_leaf_that_begins_with_zeros(name):
+    make = MAKE.get(name) or partial(unnamed, getattr(collection, name))
+    first = start() | {"a.bias": torch.zeros_like(start()["a.bias"])}
+    state, _ = ours(built(make)[1], built(make)[0](first), BATCHES[:9])
+    assert_equal(df.params(state), plain_loop(make, first, BATCHES[:9]))
+
+
 @pytest.mark.parametrize("name", ["prodigyopt", "schedulefree"])
 def test_compiled_and_simulated_workers_equal_their_plain_loops(name):
     n, batches = 2, torch.stack([BATCHES[:10], BATCHES[10:]], 1)

@@ -262,6 +262,58 @@ def test_what_an_optimizer_begins_to_keep_later_is_never_lost_in_silence(kind):
     assert t == 9
 
 
+class Prodigious(torch.optim.SGD):
+    """Remembers where each parameter began, of zeros alone one number, as prodigyopt does; forgets it after nine steps."""
+
+    forgets = False
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            own = self.state[p]
+            if not own:
+                own |= {"step": 0, "first": p.clone() if p.any() else p.new_zeros(())}
+            own["step"] += 1
+            if self.forgets and own["step"] == 10:
+                del own["first"]
+            p.lerp_(own.get("first", p), 0.1)
+        super().step()
+
+
+def prodigious(params):
+    return Prodigious([p for _, p in params], lr=0.1)
+
+
+def off_by_one(params, batch):
+    return sum((x - 1).square().sum() for x in params.values())
+
+
+def test_a_leaf_of_zeros_of_which_an_optimizer_keeps_less_equals_the_plain_loops():
+    values = {"bias": torch.zeros(3, dtype=torch.float64), "weight": torch.ones(2, 3, dtype=torch.float64) / 2}
+    init, step = df.all_reduce(off_by_one, df.from_torch(prodigious), df.topology("complete", 1))
+    leaves = {name: x.clone().requires_grad_() for name, x in values.items()}
+    state, optimizer = init(values), prodigious([*leaves.items()])
+    for t in range(3):
+        state, _ = step(state, None, t)
+        optimizer.zero_grad()
+        off_by_one(leaves, None).backward()
+        optimizer.step()
+    for name, x in leaves.items():
+        torch.testing.assert_close(df.params(state)[name], x.detach(), rtol=1e-12, atol=0)
+
+
+def test_what_an_optimizer_ceases_to_keep_is_named(monkeypatch):
+    monkeypatch.setattr(Prodigious, "forgets", True)
+    init, step = df.all_reduce(off_by_one, df.from_torch(prodigious), df.topology("complete", 1))
+    state = init({"w": torch.ones(3)})
+    with pytest.raises(
+        ValueError, match=r"Prodigious no longer keeps \['first'\] of 'w', which it kept in 8 trial steps"
+    ):
+        for t in range(11):
+            state, _ = step(state, None, t)
+    assert t == 9
+
+
 def test_an_optimizer_that_counts_its_steps_itself_is_refused():
     init, _ = df.all_reduce(
         lambda params, batch: params["w"].square().sum(),

@@ -54,7 +54,7 @@ def cast_like(x: Buckets, y: Buckets) -> Buckets:
 
 
 def write_over(pairs: Sequence[tuple[Tensor, Any]]) -> None:
-    """Copy the tensor or number of each pair over its first tensor; views of first ones are read before any write."""
+    """Copy each pair's tensor or number over its first tensor; views of first ones are read before any write."""
 
     def is_there(x: Tensor, y: Any) -> bool:
         return isinstance(y, Tensor) and x.data_ptr() == y.data_ptr() and x.stride() == y.stride()
@@ -62,7 +62,7 @@ def write_over(pairs: Sequence[tuple[Tensor, Any]]) -> None:
     if not (moved := [(x, y) for x, y in pairs if not is_there(x, y)]):
         return
     own = {x.untyped_storage().data_ptr() for x, _ in pairs}
-    values = [torch.as_tensor(y, dtype=x.dtype, device=x.device).detach().reshape(x.shape) for x, y in moved]
+    values = [torch.as_tensor(y, dtype=x.dtype, device=x.device).detach().expand_as(x) for x, y in moved]
     values = [y.clone() if y.untyped_storage().data_ptr() in own else y for y in values]
     for (x, _), y in zip(moved, values, strict=True):
         x.copy_(y)
