@@ -118,7 +118,7 @@ def _copy_what_is_kept(graph: torch.fx.Graph) -> None:
     for write in [node for target in _WRITES for node in graph.find_nodes(op="call_function", target=target)]:
         to: Any = write.args[0]
         base, read = origin(to), []
-        torch.fx.node.map_arg(write.args[1:], read.append)
+        torch.fx.map_arg(write.args[1:], read.append)
         is_kept = base in written and written[base] is not write or any([origin(x) is base for x in read])
         if is_kept or any([type(stride) is int and stride == 0 for stride in to.meta["val"].stride()]):
             write.update_arg(0, copy(to, write))
