@@ -13,7 +13,7 @@ import re
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -95,28 +95,48 @@ def _chain(graph: torch.fx.Graph) -> None:
 
 
 def _copy_what_is_kept(graph: torch.fx.Graph) -> None:
-    """Copy what is kept of an old leaf before a store overwrites it: PyTorch drops the step's own clones of such."""
-    stores: list[Any] = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
-    written = {store.args[0] for store in stores}
+    """Copy what would be overwritten while it is needed: PyTorch drops the step's own clones of such.
 
-    def origin(x: Any) -> Any:
-        while x.target is operator.getitem or getattr(x.target, "is_view", False):
+    A store to a leaf overwrites what is kept of the old one. And Inductor writes indices and slices into the tensor that
+    they change: into an old leaf whatever is stored there later (PyTorch's 198094, 198270), where it is also read (197829,
+    156786), and where elements are expanded and share memory (188084).
+    """
+    stores: list[Any] = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    written = {store.args[0]: store.args[1] for store in stores}
+
+    def origin(x: Any, through: Collection[Any] = ()) -> Any:
+        while x.target is operator.getitem or getattr(x.target, "is_view", False) or x.target in through:
             x = x.args[0]
         return x
 
-    def copy(x: torch.fx.Node) -> torch.fx.Node:
-        with graph.inserting_before(stores[0]):
+    def copy(x: torch.fx.Node, before: torch.fx.Node) -> torch.fx.Node:
+        with graph.inserting_before(before):
             kept = graph.call_function(torch.ops.aten.clone.default, (x,))
         kept.meta.update(x.meta)
         return kept
 
+    for write in [node for target in _WRITES for node in graph.find_nodes(op="call_function", target=target)]:
+        to: Any = write.args[0]
+        base, read = origin(to), []
+        torch.fx.map_arg(write.args[1:], read.append)
+        is_kept = base in written and written[base] is not write or any([origin(x) is base for x in read])
+        if is_kept or any([type(stride) is int and stride == 0 for stride in to.meta["val"].stride()]):
+            write.update_arg(0, copy(to, write))
     for store in stores:
         if store.args[1] is not store.args[0] and origin(store.args[1]) in written:
-            store.args = (store.args[0], copy(store.args[1]), *store.args[2:])
+            store.update_arg(1, copy(store.args[1], stores[0]))
     output = graph.output_node()
     for x in output.all_input_nodes if stores else ():  # metrics; a part of an input, times one, is a view of it by now
-        if origin(x).op == "placeholder" and isinstance(x.meta.get("val"), torch.Tensor):
-            output.replace_input_with(x, copy(x))
+        if origin(x, _WRITES).op == "placeholder" and isinstance(x.meta.get("val"), torch.Tensor):
+            output.replace_input_with(x, copy(x, stores[0]))
+
+
+_aten = torch.ops.aten
+_WRITES = (
+    *(_aten.index_put.default, _aten._unsafe_index_put.default, _aten.slice_scatter.default),
+    *(_aten.select_scatter.default, _aten.diagonal_scatter.default, _aten.as_strided_scatter.default),
+)
+"""Operators whose result Inductor may write into their first argument."""
 
 
 class _GraphPass:

@@ -76,6 +76,93 @@ def test_a_donated_leaf_that_moves_to_another_place_is_read_before_it_is_written
         assert run() != {"a": [1.0] * 3, "b": [0.0] * 3}
 
 
+def shifted(x):
+    x[1:] = x[:-1].clone()
+
+
+def filled_and_shifted(x):
+    x[torch.tensor([0, 3])] = 7.0
+    x[1:] = x[:-1].clone()
+
+
+def put_and_flipped(x):
+    x.index_put_((torch.arange(8),), x * 2)
+    x.add_(x.flip(0))
+
+
+def scattered_and_zeroed(x):
+    scattered = torch.slice_scatter(x, x[:1] + 5, 0, 1, 2)
+    x.zero_()
+    return scattered
+
+
+def filled_and_clamped(x):
+    filled = x.index_fill_(0, torch.tensor([1]), 7.0).clone()
+    x.clamp_(0, 3)
+    return filled
+
+
+def put_and_kept(x):
+    x[torch.tensor([0, 2])] += 1
+    return x.clone()
+
+
+def put_in_reverse(x):
+    return torch.index_copy(x, 0, torch.arange(7, -1, -1), x)
+
+
+_IN_PLACE = [
+    shifted,
+    filled_and_shifted,
+    put_and_flipped,
+    scattered_and_zeroed,
+    filled_and_clamped,
+    put_and_kept,
+    put_in_reverse,
+]
+
+
+def test_a_leaf_changed_by_indices_and_slices_is_read_before_it_is_written_over(as_pytorch_is):
+    def changed(state, batch, t):
+        new = {name: x.clone() for name, x in state.items()}
+        return new, {change.__name__: change(new[change.__name__]) for change in _IN_PLACE}
+
+    def run(step):
+        state, kept = {change.__name__: torch.arange(24.0).view(8, 3) + 1 for change in _IN_PLACE}, []
+        for t in range(2):
+            state, metrics = step(state, torch.ones(1), t)
+            kept.append(metrics)
+        return state, kept
+
+    expected = run(changed)
+    torch.testing.assert_close(run(df.compile(changed)), expected)
+    with as_pytorch_is(inductor, "compile_options", dict):
+        state, kept = run(df.compile(changed))
+
+    def is_right(name):
+        metrics = zip(kept, expected[1], strict=True)
+        is_kept = [a[name] is None or torch.equal(a[name], b[name]) for a, b in metrics]
+        return torch.equal(state[name], expected[0][name]) and all(is_kept)
+
+    assert not [name for name in state if is_right(name)]
+
+
+def test_gradients_that_share_memory_are_not_added_up_in_place(as_pytorch_is):
+    """Simulated and compiled, Inductor would give each of four workers the sum of all gradients."""
+
+    def loss_fn(x, batch):
+        return torch.stack([x[0], x[1]]).index_select(0, torch.tensor([1])).sum()
+
+    init, step = df.adapt_while_communicate(loss_fn, df.sgd(1.0), df.topology("complete", 4))
+
+    def run():
+        return df.params(df.compile(df.simulate(step, 4))(df.stack(init(torch.zeros(2)), 4), torch.zeros(4), 0)[0])
+
+    assert run().tolist() == [[0.0, -1.0]] * 4
+    with as_pytorch_is(inductor, "compile_options", dict):
+        assert run().tolist() == [[0.0, -4.0]] * 4
+
+
 def test_what_was_compiled_with_other_sources_is_not_used(monkeypatch):
     """PyTorch's cache knows a graph by its operators' names, and not the rules by which `vmap` sees them."""
     topology = df.topology("ring", num_workers=4)
