@@ -99,7 +99,7 @@ def _copy_what_is_kept(graph: torch.fx.Graph) -> None:
 
     A store to a leaf overwrites what is kept of the old one. And Inductor writes indices and slices into the tensor that
     they change: into an old leaf whatever is stored there later (PyTorch's 198094, 198270), where it is also read (197829,
-    156786), and where elements are expanded and share memory (188084).
+    156786), and where elements are expanded and share memory (188084). So do its `_foreach_` operators (198033).
     """
     stores: list[Any] = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     written = {store.args[0]: store.args[1] for store in stores}
@@ -123,7 +123,8 @@ def _copy_what_is_kept(graph: torch.fx.Graph) -> None:
         if is_kept or any([type(stride) is int and stride == 0 for stride in to.meta["val"].stride()]):
             write.update_arg(0, copy(to, write))
     for store in stores:
-        if store.args[1] is not store.args[0] and origin(store.args[1]) in written:
+        source: Any = origin(store.args[1])
+        if store.args[1] is not store.args[0] and (source in written or "_foreach_" in str(source.target)):
             store.update_arg(1, copy(store.args[1], stores[0]))
     output = graph.output_node()
     for x in output.all_input_nodes if stores else ():  # metrics; a part of an input, times one, is a view of it by now

@@ -111,6 +111,10 @@ def put_in_reverse(x):
     return torch.index_copy(x, 0, torch.arange(7, -1, -1), x)
 
 
+def added_as_a_list(x):
+    torch._foreach_add_([x], [x.flip(0)])
+
+
 _IN_PLACE = [
     shifted,
     filled_and_shifted,
@@ -119,6 +123,7 @@ _IN_PLACE = [
     filled_and_clamped,
     put_and_kept,
     put_in_reverse,
+    added_as_a_list,
 ]
 
 
