@@ -235,3 +235,33 @@ def test_a_batch_that_cannot_be_taken_apart_keeps_the_losss_own_error():
             except Exception as error:
                 assert "has no attribute 'device'" not in str(error)
                 assert any("df.autograd(loss_fn)" in note for note in getattr(error, "__notes__", []))
+
+
+class _Rounded(torch.autograd.Function):
+    """Weights for a straight-through gradient."""
+
+    @staticmethod
+    def forward(x):
+        return x.round()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
+@pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
+@pytest.mark.parametrize("shapes", [[()], [(3,)], [(3,), (2, 2)]])
+def test_the_backward_pass_of_a_function_of_weights_is_taken_compiled_too(shapes, backend):
+    """PyTorch's compiled `torch.func.grad` leaves it out where the function takes the argument itself (its issue 193279)."""
+    init, step = df.all_reduce(
+        lambda params, batch: sum(2 * _Rounded.apply(x).sum() for x in params) * batch,
+        df.sgd(1.0),
+        df.topology("complete", 1),
+    )
+    step = step if backend is None else df.compile(step, backend=backend)
+    state, _ = step(init([torch.ones(shape) for shape in shapes]), torch.ones(()), 0)
+    assert all((x == -1).all() for x in df.params(state))
