@@ -253,6 +253,7 @@ class _Rounded(torch.autograd.Function):
         return g
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
 @pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
 @pytest.mark.parametrize("shapes", [[()], [(3,)], [(3,), (2, 2)]])
 def test_the_backward_pass_of_a_function_of_weights_is_taken_compiled_too(shapes, backend):
