@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Software: torch 2.13.0 (torch.func, torch.compile).
+# Software: torch 2.13.0 (torch.func, torch.compile); torch 2.14.1 does the same.
 # Input: the usual layer that reverses gradients, for domain adaptation: an `autograd.Function` whose forward pass returns
 # `x.view_as(x)` and whose backward pass returns `-gradient`. The gradient of a loss with it by `torch.func.grad`, compiled.
 # One would guess: the compiled gradient is that of eager mode.

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Software: torch 2.13.0 (torch.func, torch.compile with Inductor, a CPU).
+# Software: torch 2.13.0 (torch.func, torch.compile with Inductor, a CPU); torch 2.14.1 is right.
 # Input: gradients of each sample, `vmap(grad(loss))`, of a loss that selects some elements of what it has computed by
 # `index_select`.
 # One would guess: compiled, they are those of eager mode, to rounding.

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Software: torch 2.13.0 (torch.compile with Inductor, a CPU).
+# Software: torch 2.13.0 (torch.compile with Inductor, a CPU); torch 2.14.1 does the same.
 # Input: a function that shifts the rows of its argument by one, in place: `x[1:] = x[:-1].clone()`, as a queue of features or a
 # history does; and one that adds its reverse, `torch._foreach_add_([x], [x.flip(0)])`.
 # One would guess: compiled, x is what it is in eager mode; the clone, or the copy that flip makes, is there for that.

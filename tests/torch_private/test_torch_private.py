@@ -164,8 +164,9 @@ def test_gradients_that_share_memory_are_not_added_up_in_place(as_pytorch_is):
         return df.params(df.compile(df.simulate(step, 4))(df.stack(init(torch.zeros(2)), 4), torch.zeros(4), 0)[0])
 
     assert run().tolist() == [[0.0, -1.0]] * 4
-    with as_pytorch_is(inductor, "compile_options", dict):
-        assert run().tolist() == [[0.0, -4.0]] * 4
+    if torch.__version__.startswith("2.13"):  # 2.14 does not
+        with as_pytorch_is(inductor, "compile_options", dict):
+            assert run().tolist() == [[0.0, -4.0]] * 4
 
 
 def test_what_was_compiled_with_other_sources_is_not_used(monkeypatch):
