@@ -69,15 +69,38 @@ def compile_options() -> dict[str, Any]:
     for needed in (BACKEND, LOOP_SPLIT):
         needed.require(_CALL)
     GRAPH_PASS.require(_CALL).register(_GraphPass)  # whose code is cached by its uuid
-    return {"joint_custom_pre_pass": _GraphPass(_chain), "post_grad_custom_post_pass": _GraphPass(_copy_what_is_kept)}
+    return {"joint_custom_pre_pass": _GraphPass(_prepare), "post_grad_custom_post_pass": _GraphPass(_copy_what_is_kept)}
 
 
+_aten = torch.ops.aten
 _in_order: set[str] = set()
 
 
 def keep_in_order(name: str) -> None:
     """Keep calls of this operator in the step's order; its last argument, a tensor or None, is the call before it."""
     _in_order.add(name)
+
+
+def _prepare(graph: torch.fx.Graph) -> None:
+    """Change what Inductor would change to something else."""
+    _chain(graph)
+    _keep_softmax(graph)
+
+
+def _keep_softmax(graph: torch.fx.Graph) -> None:
+    """Negate each softmax's numerator twice, else hand-written attention without a gradient may become another one.
+
+    Inductor takes it for `scaled_dot_product_attention` whatever axis is permuted or normalized (PyTorch's 195320).
+    """
+    for division in graph.find_nodes(op="call_function", target=_aten.div.Tensor):
+        numerator: Any = division.args[0]
+        if getattr(numerator, "target", None) is _aten.exp.default:
+            with graph.inserting_before(division):
+                for _ in range(2):
+                    negated = graph.call_function(_aten.neg.default, (numerator,))
+                    negated.meta.update(numerator.meta)
+                    numerator = negated
+            division.update_arg(0, numerator)
 
 
 def _chain(graph: torch.fx.Graph) -> None:
@@ -132,7 +155,6 @@ def _copy_what_is_kept(graph: torch.fx.Graph) -> None:
             output.replace_input_with(x, copy(x, stores[0]))
 
 
-_aten = torch.ops.aten
 _WRITES = (
     *(_aten.index_put.default, _aten._unsafe_index_put.default, _aten.slice_scatter.default),
     *(_aten.select_scatter.default, _aten.diagonal_scatter.default, _aten.as_strided_scatter.default),

@@ -169,6 +169,29 @@ def test_gradients_that_share_memory_are_not_added_up_in_place(as_pytorch_is):
             assert run().tolist() == [[0.0, -4.0]] * 4
 
 
+def test_frozen_attention_is_the_one_that_was_written(as_pytorch_is):
+    """Inductor would permute the keys in another order, and normalize over another axis."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 4, 4, 4, 8, generator=draw)  # batch, length, heads, size of a head
+
+    def attended(q, k, v, axis):
+        return torch.matmul(q.permute(0, 2, 1, 3), k).mul(8**-0.5).softmax(axis).matmul(v.permute(0, 2, 1, 3))
+
+    def loss_fn(x, batch):
+        permuted = attended(q, k.permute(0, 2, 3, 1), v, -1)
+        over_queries = attended(k, q.permute(0, 2, 1, 3).transpose(-2, -1), v, -2)
+        return ((permuted + 2 * over_queries) @ x).sin().sum() * batch
+
+    init, step = df.adapt_while_communicate(loss_fn, df.sgd(1.0), df.topology("complete", 1))
+
+    def run(step):
+        return df.params(step(init(torch.ones(8)), torch.ones(()), 0)[0])
+
+    torch.testing.assert_close(run(df.compile(step)), run(step), atol=1e-4, rtol=1e-4)
+    with as_pytorch_is(inductor, "compile_options", dict):
+        assert (run(df.compile(step)) - run(step)).abs().max() > 0.1
+
+
 def test_what_was_compiled_with_other_sources_is_not_used(monkeypatch):
     """PyTorch's cache knows a graph by its operators' names, and not the rules by which `vmap` sees them."""
     topology = df.topology("ring", num_workers=4)
