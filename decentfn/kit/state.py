@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -160,15 +160,13 @@ def left_alone(state: Any) -> Iterator[None]:
             )
 
 
-def require_pair(result: Any) -> None:
-    """Raise ValueError unless a step returned a state and metrics."""
-    is_pair = isinstance(result, tuple) and len(result) == 2
-    if not is_pair or not isinstance(result[0], State) or not isinstance(result[1], Metrics):
-        found = [type(part).__name__ for part in result] if isinstance(result, tuple) else type(result).__name__
-        raise ValueError(
-            f"{CALL}: the step returned {found}; it returns (State(params, local, memory), metrics); "
-            "metrics is worker.gradient's g.metrics or Metrics(loss, aux, grad_norm)."
-        )
+def refuse_result(result: Any) -> NoReturn:
+    """Raise ValueError: a step has returned something else than a state and metrics."""
+    found = [type(part).__name__ for part in result] if isinstance(result, tuple) else type(result).__name__
+    raise ValueError(
+        f"{CALL}: the step returned {found}; it returns (State(params, local, memory), metrics); "
+        "metrics is worker.gradient's g.metrics or Metrics(loss, aux, grad_norm)."
+    )
 
 
 def require_like(given: Any, returned: Any) -> None:

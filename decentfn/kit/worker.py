@@ -30,7 +30,7 @@ from decentfn.gradient import (
 from decentfn.kit.options import DEFAULTS, Options, require_arguments
 from decentfn.kit.preconditions import fast_gossip_momentum, require_whole
 from decentfn.kit.start import lay_out
-from decentfn.kit.state import Local, Metrics, State, require_pair
+from decentfn.kit.state import Local, Metrics, State, refuse_result
 from decentfn.kit.step import Algorithm, Step
 from decentfn.optim.transforms.basic import current_rate
 from decentfn.optim.transforms.transform import wants_mix
@@ -126,7 +126,9 @@ class Worker:
         @functools.wraps(step)
         def with_rate(state: State, batch: PyTree, t: Tensor) -> tuple[State, Metrics]:
             result = step(state, batch, t)
-            require_pair(result)
+            is_pair = isinstance(result, tuple) and len(result) == 2
+            if not is_pair or not isinstance(result[0], State) or not isinstance(result[1], Metrics):
+                refuse_result(result)
             new, metrics = result
             return new, metrics._replace(learning_rate=current_rate(new.local.opt))
 
