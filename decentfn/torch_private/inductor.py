@@ -73,6 +73,11 @@ def compile_options() -> dict[str, Any]:
 
 
 _aten = torch.ops.aten
+_WRITES = (
+    *(_aten.index_put.default, _aten._unsafe_index_put.default, _aten.slice_scatter.default),
+    *(_aten.select_scatter.default, _aten.diagonal_scatter.default, _aten.as_strided_scatter.default),
+)
+"""Operators whose result Inductor may write into their first argument."""
 _in_order: set[str] = set()
 
 
@@ -81,10 +86,18 @@ def keep_in_order(name: str) -> None:
     _in_order.add(name)
 
 
-def _prepare(graph: torch.fx.Graph) -> None:
-    """Change what Inductor would change to something else."""
-    _chain(graph)
-    _keep_softmax(graph)
+def _chain(graph: torch.fx.Graph) -> None:
+    """Make each such call depend on the one before it, before Inductor reorders calls to save memory."""
+    names = {f"decentfn::{name}" for name in _in_order}
+    calls = [node for node in graph.nodes if getattr(getattr(node.target, "_schema", None), "name", None) in names]
+    for before, call in itertools.pairwise(calls):
+        last = before
+        if "val" in before.meta and isinstance(before.meta["val"], (list, tuple)):
+            first = [user for user in before.users if user.target is operator.getitem and user.args[1] == 0]
+            with graph.inserting_after(before):
+                last = first[0] if first else graph.call_function(operator.getitem, (before, 0))
+            last.meta.setdefault("val", before.meta["val"][0])
+        call.args = (*call.args[:-1], last)
 
 
 def _keep_softmax(graph: torch.fx.Graph) -> None:
@@ -103,18 +116,10 @@ def _keep_softmax(graph: torch.fx.Graph) -> None:
             division.update_arg(0, numerator)
 
 
-def _chain(graph: torch.fx.Graph) -> None:
-    """Make each such call depend on the one before it, before Inductor reorders calls to save memory."""
-    names = {f"decentfn::{name}" for name in _in_order}
-    calls = [node for node in graph.nodes if getattr(getattr(node.target, "_schema", None), "name", None) in names]
-    for before, call in itertools.pairwise(calls):
-        last = before
-        if "val" in before.meta and isinstance(before.meta["val"], (list, tuple)):
-            first = [user for user in before.users if user.target is operator.getitem and user.args[1] == 0]
-            with graph.inserting_after(before):
-                last = first[0] if first else graph.call_function(operator.getitem, (before, 0))
-            last.meta.setdefault("val", before.meta["val"][0])
-        call.args = (*call.args[:-1], last)
+def _prepare(graph: torch.fx.Graph) -> None:
+    """Prepare a graph for Inductor, which reorders calls and replaces what it takes for attention."""
+    _chain(graph)
+    _keep_softmax(graph)
 
 
 def _copy_what_is_kept(graph: torch.fx.Graph) -> None:
@@ -124,7 +129,7 @@ def _copy_what_is_kept(graph: torch.fx.Graph) -> None:
     they change: into an old leaf whatever is stored there later (PyTorch's 198094, 198270), where it is also read (197829,
     156786), and where elements are expanded and share memory (188084). So do its `_foreach_` operators (198033).
     """
-    stores: list[Any] = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    stores: list[Any] = graph.find_nodes(op="call_function", target=_aten.copy_.default)
     written = {store.args[0]: store.args[1] for store in stores}
 
     def origin(x: Any, through: Collection[Any] = ()) -> Any:
@@ -134,7 +139,7 @@ def _copy_what_is_kept(graph: torch.fx.Graph) -> None:
 
     def copy(x: torch.fx.Node, before: torch.fx.Node) -> torch.fx.Node:
         with graph.inserting_before(before):
-            kept = graph.call_function(torch.ops.aten.clone.default, (x,))
+            kept = graph.call_function(_aten.clone.default, (x,))
         kept.meta.update(x.meta)
         return kept
 
@@ -153,13 +158,6 @@ def _copy_what_is_kept(graph: torch.fx.Graph) -> None:
     for x in output.all_input_nodes if stores else ():  # metrics; a part of an input, times one, is a view of it by now
         if origin(x, _WRITES).op == "placeholder" and isinstance(x.meta.get("val"), torch.Tensor):
             output.replace_input_with(x, copy(x, stores[0]))
-
-
-_WRITES = (
-    *(_aten.index_put.default, _aten._unsafe_index_put.default, _aten.slice_scatter.default),
-    *(_aten.select_scatter.default, _aten.diagonal_scatter.default, _aten.as_strided_scatter.default),
-)
-"""Operators whose result Inductor may write into their first argument."""
 
 
 class _GraphPass:

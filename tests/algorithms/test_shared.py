@@ -29,7 +29,7 @@ each_family = pytest.mark.parametrize(
     "row",
     [
         "diloco",
-        *(pytest.param(row, marks=pytest.mark.thorough) for row in ("d2", *OWN_MESSAGES)),
+        *("d2", *OWN_MESSAGES),
         *(pytest.param(row, marks=pytest.mark.slow) for row in FAMILIES if row not in ("d2", *OWN_MESSAGES)),
     ],
 )

@@ -153,9 +153,7 @@ def test_an_empty_leaf_changes_nothing():
 
 @pytest.mark.thorough
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize(
-    "name", ["Counting", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("AdamW", "Muon"))]
-)
+@pytest.mark.parametrize("name", ["Counting", "AdamW", "Muon"])
 def test_compiled_and_simulated_workers_equal_their_plain_loops(name):
     make, params, n = VARIANTS[name], start(name), 2
     init, step = built(make, n=n)
@@ -436,11 +434,12 @@ def test_matrices_by_muon_and_the_rest_by_adamw():
     assert_equal(df.params(state), plain_loop(Both, start()))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("around", "name"),
     [
-        pytest.param(None, "AdamW", marks=pytest.mark.thorough),
-        pytest.param(df.autograd, "Counting", marks=pytest.mark.thorough),
+        (None, "AdamW"),
+        (df.autograd, "Counting"),
         *(pytest.param(None, name, marks=pytest.mark.slow) for name in ("Counting", "Muon")),
         *(pytest.param(df.autograd, name, marks=pytest.mark.slow) for name in ("AdamW", "Muon")),
     ],

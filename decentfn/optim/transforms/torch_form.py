@@ -209,8 +209,8 @@ class Form:
                 late = [key for key in new if its[key] is not None]
                 rule = f"{type(optimizer).__name__} keeps {brief(late)} of {leaf!r}, which {TRIALS} trial steps did not, so the state has no room for it. Use another one."
                 require(not late, CALL, rule)
-            if gone := own.keys() - its.keys() if its else None:
-                rule = f"{type(optimizer).__name__} no longer keeps {brief([*gone])} of {leaf!r}, which it kept in {TRIALS} trial steps. Use another one."
+            if gone := [key for key in own if its and key not in its]:
+                rule = f"{type(optimizer).__name__} no longer keeps {brief(gone)} of {leaf!r}, which it kept in {TRIALS} trial steps. Use another one."
                 raise ValueError(f"{CALL}: {rule}")
             pairs += [(x, its[key]) for key, x in own.items() if its and its[key] is not x]
         for group, own in zip(optimizer.param_groups, state.groups, strict=True):
