@@ -120,7 +120,7 @@ class Generation(Hooks):
         """Wait until all have begun the step, and the GPU has its messages; raise PeerLost if not."""
         if self._sum is None:
             return
-        (waiting, begun), self._sum = self._sum, None
+        waiting, begun = self._sum
         with self._taking(t):
             if begun is not None:
                 self._await_all(begun)
@@ -129,6 +129,7 @@ class Generation(Hooks):
                 self._await_gpu(lambda: all(work.is_completed() for work in works))
             for work in works:
                 work.wait()  # raises NCCL's error
+        self._sum = None
         self.somebody_waits = bool(waiting > 0)
 
     def before_call(self, call: str) -> None:
@@ -156,9 +157,16 @@ class Generation(Hooks):
         return self._schedules[made]
 
     def on_failure(self, groups: list[Any]) -> None:
-        """End the kernels of the GPU that wait for others."""
+        """End the kernels of the GPU that wait for others. Keep the group of a sum that has not ended.
+
+        gloo may forget a send whose connection ends at the same moment. Then only the timeout ends the sum, and the end
+        of its group would await that, wherever Python frees the group.
+        """
         if self.polls:
             connections.abort(groups)
+        begun = None if self._sum is None else self._sum[1]
+        if begun is not None and not begun.is_completed():
+            threading.Thread(target=_outlive, args=(self.world.channels.group, begun), daemon=True).start()
 
     def wait_on_gpu(self, works: list[Any] | None) -> None:
         """Keep a step's works for its end; wait for a collective outside steps."""
@@ -216,18 +224,13 @@ class Generation(Hooks):
         return connections.reported_as(PeerLost, what, process=rank, step=t)
 
     def _await_all(self, begun: Any) -> None:
-        """Wait until all have begun, or until others call the roll.
-
-        gloo may forget a send whose connection ends at the same moment: nothing then ends its wait but the timeout,
-        which a thread awaits with the group, since the group's end would await it too.
-        """
+        """Wait until all have begun, or until others call the roll: nothing else ends a sum that gloo has forgotten."""
         channels = self.world.channels
         end = time.monotonic() + channels.longest_wait.total_seconds()
         while not begun.is_completed():
             with suppress(RuntimeError):
                 begun.wait(_CALLED)
             if not begun.is_completed() and (self.roll.check(["notes"]) or time.monotonic() > end):
-                threading.Thread(target=_outlive, args=(channels.group, begun), daemon=True).start()
                 raise RuntimeError("others have lost a worker, and this one's connections have ended")
         begun.wait()
 

@@ -1,5 +1,6 @@
 """`df.survive`: the others go on without a lost worker, in place, and only gradients move their mean."""
 
+import gc
 import itertools
 import json
 import os
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -196,14 +198,21 @@ class ForgottenSend:
         raise RuntimeError("Operation timed out!")
 
 
-def test_a_worker_whose_wait_does_not_end_hears_that_others_call_the_roll():
+@pytest.mark.parametrize("where", [{1}, {1, 2, 3}])
+def test_a_worker_whose_wait_does_not_end_hears_that_others_call_the_roll(where):
+    """Nor does it free the group, which would await the sum."""
+    groups = []
+
     def train_on(rank):
-        if rank == 1:
+        if rank in where:
             world().channels.group = ForgottenSend(world().channels.group, 3)
+            groups.append(weakref.ref(world().channels.group))
         return train(rank, "gossip", {0: 3})
 
     seen = on_ranks(4, train_on)
     assert [its[-1][2] for its in seen[1:]] == [3, 3, 3] and len(seen[1]) == STEPS
+    gc.collect()
+    assert all(group() is not None for group in groups)
 
 
 @pytest.mark.parametrize(
