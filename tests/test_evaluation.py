@@ -294,6 +294,30 @@ def test_what_a_module_caches_in_eval_mode_is_of_the_weights_that_are_evaluated(
         assert module.training == is_training and module.mode == ("train" if is_training else "eval")
 
 
+class Packing(nn.Linear):
+    """Packs its frozen weight in eval mode, and remembers that in an object (as bitsandbytes' 4-bit layers do on a CPU)."""
+
+    def __init__(self):
+        super().__init__(3, 3, bias=False)
+        self.scale, self.packed = nn.Parameter(torch.ones(3)), SimpleNamespace(yes=False)
+        self.weight.requires_grad_(False)
+
+    def forward(self, x):
+        if not self.training and not self.packed.yes:
+            self.weight.data, self.packed.yes = self.weight.data.T.reshape(-1), True
+        weight = self.weight.view(3, 3).T if self.packed.yes else self.weight
+        return x @ (weight * self.scale)
+
+
+@pytest.mark.parametrize("evaluate", [df.evaluate, df.evaluate_replicas])
+def test_a_frozen_weight_that_a_module_packs_in_eval_mode_is_named(evaluate):
+    params, buffers, loss_fn = df.functional(Packing(), lambda y, _: y.mean())
+    init, _ = df.adapt_then_combine(df.autograd(loss_fn), df.sgd(0.1), df.topology("complete", 2))
+    x = torch.arange(12.0).view(4, 3)
+    with pytest.raises(ValueError, match=r"functional\(Packing\): .*eval mode .* frozen parameters \['weight'\]"):
+        evaluate(loss_fn, df.stack(init(params, buffers), 2), [(x, x)])
+
+
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_replica_is_evaluated_where_its_optimizer_says_not_where_it_trains(num_workers):
     topology = df.topology("complete", num_workers)

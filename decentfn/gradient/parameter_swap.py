@@ -161,6 +161,7 @@ def to_evaluate(
     own = own_by_name(entries)
     moving = {name: b.clone() for name, b in buffers.items() if name not in loss_fn.frozen}
     given = loss_fn.require_same(own, {**params, **buffers, **moving})
+    shapes = {name: given[name].shape for name in loss_fn.frozen if name in given}
     beside = ParameterSwap.beside_weights(loss_fn, entries, given)
     with beside, weights(entries, given), in_eval_mode(modules):
         own_now = {id(b) for b in moving.values()}
@@ -177,6 +178,7 @@ def to_evaluate(
 
         yield loss_of
     loss_fn.require_in_place(name for name in params if name in given and given[name] is not params[name])
+    loss_fn.require_unpacked(n for n, shape in shapes.items() if given[n] is not None and given[n].shape != shape)
 
 
 @contextmanager
