@@ -29,10 +29,15 @@ from decentfn.elastic.connections import reported_as
 from decentfn.elastic.generation import Generation, Members, generation_of
 from decentfn.elastic.liveness import Liveness
 from decentfn.elastic.roll_call import POLL_S, Decision, from_json
-from decentfn.errors import ExchangeTimeout, PlanMismatch
+from decentfn.errors import ExchangeTimeout, PeerLost, PlanMismatch
 from decentfn.kit.state import lines_of
 
 _RUN = "decentfn run"
+_LOOK_S = 10.0
+"""Interval at which one that waits to join looks whether the run still exists; a process whose queue of such looks, of which
+there is room for 512, is full does not answer."""
+_MISSED = 2
+"""A run in which nobody answers so many looks has ended."""
 
 
 def open_run(here: World, state: Any) -> Store:
@@ -102,10 +107,18 @@ def new_seat(here: World, run: Store) -> int:
 def await_admission(run: Store, seat: int, liveness: Liveness) -> tuple[Members, Decision]:
     """Leave a note that this seat waits, and wait until the others admit it; return the next generation, as they decided."""
     run.set(f"waiting {seat}", "")
+    looked, missed = time.monotonic(), 0
     while not run.check([f"admitted {seat}"]):
         if run.check([f"refused {seat}"]):
             raise ValueError(f"join(step, state, batch): {run.get(f'refused {seat}').decode()}")
         liveness.clear()
+        if time.monotonic() - looked > _LOOK_S:
+            looked, missed = time.monotonic(), 0 if liveness.any_answers(range(seat)) else missed + 1
+            if missed == _MISSED:
+                raise PeerLost(
+                    "join(step, state, batch): no process of the run answers: it has ended, or is not reached from here; join "
+                    "another run, or start one."
+                )
         time.sleep(POLL_S)
     members, decision = json.loads(run.get(f"admitted {seat}"))
     return from_json(Members, members), from_json(Decision, decision)

@@ -63,7 +63,7 @@ def survive(step: Step | Callable[..., Any], *, patience: timedelta = timedelta(
             (`relay_sgd`; `gasloc` with a number of steps for each); at the first call, another surviving step.
         df.errors.LeftBehind: at a call, the others have continued without this worker: it was late, or in the smaller
             part of a partition (of equal ones, the one without the lowest worker).
-        df.errors.PeerLost: the store has ended.
+        df.errors.PeerLost: the run or its store has ended.
 
     >>> step = survive(lambda state, batch, t: (state + batch * t, state.sum()))
     >>> step(torch.ones(2), torch.ones(2), 3)
@@ -100,7 +100,7 @@ def join(step: Step, state: Any, batch: PyTree) -> tuple[Any, int]:
         ValueError: `step` is not from `df.survive`; the others do not reach this process, or have no schedule for it.
         df.errors.PlanMismatch: the run's states have another form, or its algorithm other hyperparameters; it goes on
             undisturbed.
-        df.errors.PeerLost: the store has ended.
+        df.errors.PeerLost: the run or its store has ended.
 
     >>> step = survive(lambda state, batch, t: (state + batch, None))
     >>> join(step, torch.ones(2), torch.ones(2))

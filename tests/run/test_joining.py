@@ -294,6 +294,19 @@ def test_what_cannot_join_is_refused(monkeypatch):
         df.init(join=True)
 
 
+def test_a_newcomer_does_not_wait_for_a_run_that_has_ended(monkeypatch):
+    monkeypatch.setattr("decentfn.elastic.joining._LOOK_S", 0.05)
+    init, step = ALGORITHMS["gossip"](loss_fn, 2)
+    state = init(start_params(0, "gossip"))
+    with use(wait_for_run(World(Channels(Identity.of(0, 1))), a_run(state), timedelta(seconds=60))) as here:
+        member = Liveness(PrefixStore("survive", generation_of(here).run), 1)
+        since = time.monotonic()
+        threading.Timer(1.0, member.close).start()
+        with pytest.raises(df.errors.PeerLost, match=r"join\(.*no process of the run answers: it has ended"):
+            df.join(df.survive(step), state, gradient(0, 0))
+        assert time.monotonic() - since > 1.0
+
+
 @pytest.mark.parametrize("is_admitted", [False, True])
 def test_a_newcomer_that_dies_before_it_has_the_state_is_left_out(is_admitted):
     task, gone, end = Linear("gossip"), threading.Event(), {}
