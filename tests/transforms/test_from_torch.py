@@ -288,6 +288,25 @@ def test_networks_of_one_optimizer_follow_schedulers_of_their_own():
         assert_equal(df.params(state), plain_loop(make, params, scheduler=SCHEDULERS["step"]))
 
 
+def test_a_worker_that_has_skipped_an_update_does_not_start_the_scheduler_again_in_every_step():
+    taken = []
+
+    def counted(optimizer):
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: taken.append(count) or 1 / (1 + count))
+
+    init, step = built(VARIANTS["AdamW"], counted, 2)
+    state, step = df.stack(init(start()), 2), df.simulate(step, 2)
+    batches = torch.stack([BATCHES[:10], BATCHES[10:]], 1)
+    state, _ = ours(step, state, batches)
+    assert isinstance(opt := state.local.opt, tuple)
+    late = opt._replace(count=torch.tensor([10, 9]))  # type: ignore[attr-defined]
+    state = state._replace(local=state.local._replace(opt=late))
+    taken.clear()
+    state, metrics = ours(step, state, batches, 10)
+    assert len(taken) <= 10 + 20 + 1
+    torch.testing.assert_close(metrics.learning_rate, torch.tensor([0.05 / 20, 0.05 / 19], dtype=torch.float64))
+
+
 class Averaged(torch.optim.SGD):
     """Takes gradients at y, keeps z, and evaluates x = 2y - z; it needs gradients, as DAdaptSGD does."""
 
