@@ -53,7 +53,7 @@ class ReplicaMismatch(RunError, ValueError):
 
 
 class StepMismatch(RunError, RuntimeError):
-    """Processes have called the step with different `t`, or those of two states in different orders; `peer` is one that differs."""
+    """Processes have called the step with different `t`, in different orders, or with different layers; `peer` is one that differs."""
 
 
 class CallMismatch(RunError, RuntimeError):

@@ -74,9 +74,20 @@ def _sum_within_worker(x: Tensor, size: int, after: Tensor | None) -> Tensor:
             outside.allreduce([total]).wait()
         return total
     try:
-        if (other := session.board.other_in_group(group, ranks, [session.place, x.nbytes], total)) is not None:
-            rank, place, nbytes = other
+        mark, words = session.gradient_of
+        numbers = [session.place, x.nbytes, mark]
+        if (other := session.board.other_in_group(group, ranks, numbers, total)) is not None:
+            rank, place, nbytes, _ = other
             here_at, there_at = places_named(session.place, place)
+            if [place, nbytes] == numbers[:2]:
+                raise StepMismatch(
+                    f"{what}: in step {here_at} processes {every.rank} and {rank} took gradients of different parameters (process "
+                    f"{every.rank}: {words}), and fully_shard gives each the other's; run the same layers on all processes of a "
+                    "worker, times 0 where one is not wanted, or choose them by world.worker and t.",
+                    process=every.rank,
+                    step=session.at,
+                    peer=rank,
+                )
             raise StepMismatch(
                 f"{what}: process {every.rank} is at {here_at} with {x.nbytes:,} bytes, process {rank} at {there_at} with "
                 f"{nbytes:,}; every process must call the step with the same t, equally often",

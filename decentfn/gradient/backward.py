@@ -22,7 +22,7 @@ from decentfn.gradient.gradient_checks import no_other_weights, require_none, un
 from decentfn.gradient.loss import LossFn, as_given, call_loss, require_graph, scalar
 from decentfn.gradient.parameter_swap import ParameterSwap
 from decentfn.gradient.result import unscaled
-from decentfn.sharded import Partition
+from decentfn.sharded import Partition, local
 from decentfn.torch_private.autograd import dispatching_as
 
 
@@ -84,7 +84,8 @@ def backward(
     The first call also checks for errors that only values and graphs show. `params` are the buckets, `buffers` the
     leaves of the loss's buffers; the gradient of `scale * loss`, 0-d, is divided by it.
     """
-    plan, is_first, tp_size = form.plan, not form.is_tried, getattr(loss_fn, "partition", Partition()).tp_size
+    plan, is_first, partition = form.plan, not form.is_tried, getattr(loss_fn, "partition", Partition())
+    tp_size = partition.tp_size
     if is_first and tp_size > 1:
         _require_one_batch(batch, tp_size)
     place = worker if here.identity.processes_per_worker == 1 else here.all_processes.rank // tp_size * tp_size
@@ -92,6 +93,7 @@ def backward(
     adds_in_place = not many or all(wide(b.dtype) == b.dtype for b in params)
     sums: list[Tensor] = []
     losses, auxes = [], []
+    used_by_micro: list[tuple[int, ...]] = []
     with dispatching_as(*context.dispatching), torch.enable_grad():
         kept = list(buffers)
         for i in form.changing:
@@ -109,10 +111,15 @@ def backward(
                     loss, aux = _forward_backward(given, data, scale, is_first)
                 losses.append(loss)
                 auxes.append(aux)
+                if partition.processes > tp_size:
+                    marks = [-1 if x.grad is None else local(x.grad)._version for x in given.leaves]
+                    used_by_micro.append(tuple(marks))
                 if index + 1 == len(micros) or not adds_in_place:
                     parts = _into_buckets(plan, params, given, used)
                     parts = parts if adds_in_place else [g.to(wide(g.dtype)) for g in parts]
                     sums = [s + g for s, g in zip(sums, parts, strict=True)] if sums else parts
+            if used_by_micro:
+                _note_use(here, hash(tuple(used_by_micro)), form.names, used)
             if (after := _marks(given.constant, is_first)) != before:
                 pairs = zip(given.constant, before, after, strict=True)
                 raise RuntimeError(
@@ -146,6 +153,13 @@ def _require_one_batch(batch: Any, tp_size: int) -> None:
     by = "world.worker" if tp_size == collectives.processes_per_worker() else f"world.rank // {tp_size}"
     rule = f"a tensor-parallel worker's processes compute one batch together: draw it by {by}, not by world.rank"
     compare("step(state, batch, t)", [], rule, of_tp_group=lines, tp_size=tp_size)
+
+
+def _note_use(here: collectives.World, mark: int, names: Sequence[str], used: Sequence[bool]) -> None:
+    """Let the worker's next sum compare which parameters its processes have used: `fully_shard` pairs their gradients by order."""
+    unused = [name for name, is_used in zip(names, used, strict=True) if not is_used]
+    here.session.gradient_of = mark, f"of all but {brief(unused)}" if unused else "of all"
+    here.session.board.met.discard(id(here.channels.intra_worker))
 
 
 def _forward_backward(

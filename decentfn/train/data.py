@@ -89,6 +89,14 @@ class BatchSampler(Sampler[list[int]]):
             samples = [self._shards.batch_at(t, worker).tolist() for worker in self._workers]
             yield _Batch(list(itertools.chain(*samples)), t, self._workers)
 
+    @property
+    def batch_size(self) -> int:
+        """Raise ValueError: accelerate reads it before it gives each process every n-th batch of what is one worker's already."""
+        raise ValueError(
+            f"batch_sampler(first_step={self.first_step}): its batches are one worker's, and whoever asks for their size, as "
+            "accelerate's prepare, divides them over the processes again; use the DataLoader as it is."
+        )
+
     def __len__(self) -> int:
         """Return the number of batches, if `steps` is given."""
         if self._steps is None:

@@ -51,6 +51,7 @@ class Epochs(Iterator[tuple[int, Any]]):
         # Each of a stream's processes may have a short last batch, which the length does not count.
         is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
         is_estimate = is_stream and self._has_processes and not self._has_state
+        self._loses_order = self._has_state and hasattr(loader, "use_stateful_dataloader") and not is_stream
         self._size = 0 if is_estimate else length_hint(loader)  # 0 of a stream
         self._epoch = start // self._size if self._size else 0
         self._first = self._epoch * self._size
@@ -71,7 +72,7 @@ class Epochs(Iterator[tuple[int, Any]]):
 
         Raises:
             ValueError: a loader without a state of its own, whose processes outlive an epoch (`persistent_workers=True`) or
-                hand over batches in any order (`in_order=False`).
+                hand over batches in any order (`in_order=False`); rows that accelerate shuffles with `use_stateful_dataloader=True`.
         """
         is_read_again = self._has_processes and not self._has_state
         for option, needed, why in _OPTIONS:
@@ -79,6 +80,8 @@ class Epochs(Iterator[tuple[int, Any]]):
                 raise ValueError(
                     f"epochs(loader, ...).state_dict(): processes that {why}; make the DataLoader with {option}={needed}."
                 )
+        rule = "accelerate's use_stateful_dataloader=True keeps a position and not the order of the rows; leave it out."
+        require(not self._loses_order, "epochs(loader, ...).state_dict()", rule)
         here, now = collectives.all_processes(), self._drawn()
         return self._resumed or {
             "t": self._t,

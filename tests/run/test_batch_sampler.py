@@ -157,3 +157,9 @@ def test_its_length_is_known_where_it_ends():
 def test_what_cannot_be_read_is_refused_at_construction(arguments, words):
     with pytest.raises(ValueError, match=words):
         df.data.batch_sampler(*arguments)
+
+
+def test_who_would_divide_a_workers_batches_again_is_refused():
+    """accelerate's `prepare` of several processes asks for the size, and then gives each every second batch."""
+    with pytest.raises(ValueError, match=r"batch_sampler\(first_step=2\): .*use the DataLoader as it is"):
+        getattr(loader(1, first_step=2).batch_sampler, "batch_size", None)

@@ -229,6 +229,69 @@ def test_who_has_a_batch_of_its_own_draws_numbers_of_its_own(four, kind):
     assert (drawn[0] == drawn[1], drawn[2] == drawn[3]) == (kind == "tensor",) * 2
 
 
+class Routed(nn.Module):
+    """One of two layers of one size, by the batch's sign; or both, times 0 or 1."""
+
+    def __init__(self, takes_both):
+        super().__init__()
+        torch.manual_seed(3)
+        self.plus, self.minus, self.takes_both = nn.Linear(7, 3), nn.Linear(7, 3), takes_both
+
+    def forward(self, x):
+        gate = float(x.sum() > 0)
+        if self.takes_both:
+            return gate * self.plus(x) + (1 - gate) * self.minus(x)
+        return self.plus(x) if gate else self.minus(x)
+
+
+def routes(takes_both, many, by_worker):
+    """Take two steps; return the parameters, or what the step says."""
+
+    def signed(i, t):
+        x, y = batch(0, i, t)
+        return (x.abs() if i % 2 else -x.abs()), y
+
+    with workers(SHARDS) as world:
+        module = Routed(takes_both)
+        for layer in module.children():
+            fully_shard(layer, mesh=world.mesh["shard"])
+        params, buffers, loss_fn = df.functional(fully_shard(module, mesh=world.mesh["shard"]), nn.functional.mse_loss)
+        loss_fn = df.accumulate(df.autograd(loss_fn)) if many else df.autograd(loss_fn)
+        init, step = df.adapt_while_communicate(loss_fn, df.sgd(1.0), df.topologies.idle(WORKERS))
+        state, i = init(params, buffers), world.worker if by_worker else world.process
+        try:
+            for t in range(2):
+                given = [signed(i, t), signed(i + 1, t)] if many else signed(i, t)
+                state, _ = step(state, given, t)
+        except df.errors.StepMismatch as error:
+            return str(error)
+        return {name: x.tolist() for name, x in df.state_dict(module, state).items()}
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_a_worker_whose_processes_take_other_layers_is_refused(four, many):
+    """PyTorch would add the gradients of one layer to those of the other: it pairs them by their order."""
+    first, second = four(routes, False, many, False)[:2]
+    assert "processes 0 and 1 took gradients of different parameters (process 0: of all" in first
+    assert ("of all but ['minus.bias', 'minus.weight']" in second) != many
+
+
+def test_its_two_ways_out_train_as_the_layers_do(four):
+    per_rank = four(routes, False, False, True)
+    assert per_rank[0]["plus.weight"] == Routed(False).plus.weight.tolist() != per_rank[2]["plus.weight"]
+    both, separate = four(routes, True, False, False)[0], Routed(True)
+    rate = torch.optim.SGD(separate.parameters(), lr=1.0)
+    for t in range(2):
+        rate.zero_grad()
+        for process in range(SHARDS):
+            x, y = batch(0, process, t)
+            loss = nn.functional.mse_loss(separate(x.abs() if process else -x.abs()), y)
+            (loss / SHARDS).backward()
+        rate.step()
+    for name, x in separate.state_dict().items():
+        torch.testing.assert_close(torch.tensor(both[name]), x)
+
+
 def keeps_copies(name, number):
     with workers(SHARDS) as world:
         inside, compressor = KINDS["tensor"], getattr(compressors, name)(number)

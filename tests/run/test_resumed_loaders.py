@@ -312,6 +312,12 @@ def test_what_cannot_be_continued_is_refused():
             batches.load_state_dict(state)
     with pytest.raises(ValueError, match="it is of a loader with state_dict and of 0 generators.*and here are 0"):
         batches.load_state_dict(batches.state_dict() | {"loader": {"read": 1}})
+    prepared = Accelerates()
+    prepared.use_stateful_dataloader = True  # pyright: ignore
+    with pytest.raises(
+        ValueError, match=r"epochs\(loader, ...\).state_dict\(\): .*and not the order of the rows; leave it out"
+    ):
+        df.data.epochs(prepared, 2).state_dict()
     some = df.data.epochs(DataLoader(Noisy(), 2, num_workers=2, in_order=False), 2)
     with pytest.raises(ValueError, match=r"epochs\(loader, ...\).state_dict\(\): .*in_order=True"):
         some.state_dict()

@@ -272,6 +272,41 @@ def test_the_count_drives_a_scheduler_and_a_checkpoint_resumes_it(name, tmp_path
         df.set_learning_rate(state, 0.1)
 
 
+def test_networks_of_one_optimizer_follow_schedulers_of_their_own():
+    """Rates by shape: of two networks that take turns, each has its own groups'."""
+
+    def make(params):
+        return torch.optim.SGD([{"params": [p], "lr": 0.1 / p.numel()} for _, p in params])
+
+    optimizer = from_torch(make, SCHEDULERS["step"])
+    networks = PARAMS, {"a.weight": PARAMS["a.weight"][:, :2], "b": PARAMS["b"][:2]}
+    built = [df.adapt_while_communicate(loss_fn, optimizer, df.topology("complete", 1)) for _ in networks]
+    states = [init(params) for (init, _), params in zip(built, networks, strict=True)]
+    for t, batch in enumerate(BATCHES):
+        states = [step(state, batch, t)[0] for (_, step), state in zip(built, states, strict=True)]
+    for state, params in zip(states, networks, strict=True):
+        assert_equal(df.params(state), plain_loop(make, params, scheduler=SCHEDULERS["step"]))
+
+
+def test_a_worker_that_has_skipped_an_update_does_not_start_the_scheduler_again_in_every_step():
+    taken = []
+
+    def counted(optimizer):
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: taken.append(count) or 1 / (1 + count))
+
+    init, step = built(VARIANTS["AdamW"], counted, 2)
+    state, step = df.stack(init(start()), 2), df.simulate(step, 2)
+    batches = torch.stack([BATCHES[:10], BATCHES[10:]], 1)
+    state, _ = ours(step, state, batches)
+    assert isinstance(opt := state.local.opt, tuple)
+    late = opt._replace(count=torch.tensor([10, 9]))  # type: ignore[attr-defined]
+    state = state._replace(local=state.local._replace(opt=late))
+    taken.clear()
+    state, metrics = ours(step, state, batches, 10)
+    assert len(taken) <= 10 + 20 + 1
+    torch.testing.assert_close(metrics.learning_rate, torch.tensor([0.05 / 20, 0.05 / 19], dtype=torch.float64))
+
+
 class Averaged(torch.optim.SGD):
     """Takes gradients at y, keeps z, and evaluates x = 2y - z; it needs gradients, as DAdaptSGD does."""
 

@@ -97,6 +97,8 @@ class Session:
         self.at = 0  # running step, or the last one
         self.place = 0  # its place
         self.before = 0  # number of calls before that step
+        self.gradient_of: tuple[int, str] = 0, "of all"
+        """What the step's last gradient was taken of: a number that a worker's processes compare, and words."""
         self.lost: Lost | None = None
         self.cut_short: tuple[str, BaseException] | None = None
         """Interrupted step (raised after a post) or call outside steps (lost a rank), with its error."""

@@ -111,7 +111,8 @@ class _Adapter:
         self._plans: dict[int, Plan] = {}  # of the parameters, by the number of the plan of the buckets
         self._forms: dict[tuple[int, torch.device], Form] = {}
         self._types: dict[int, type[TorchState]] = {}
-        self._scheduled: tuple[int, Any, Any, Any] | None = None  # count, optimizer, its scheduler and first options
+        # Of a plan's number, by their steps: optimizers, their schedulers and first options.
+        self._scheduled: dict[int, dict[int, tuple[Any, Any, Any]]] = {}
         self._lock = threading.RLock()
 
     def plan(self, number: int) -> Plan:
@@ -205,7 +206,9 @@ class _Adapter:
         """Return the options of each group that the scheduler's first `count` steps have set."""
         assert self._lr_scheduler is not None
         with self._lock:
-            if self._scheduled is None or self._scheduled[0] > count:
+            schedulers = self._scheduled.setdefault(plan.number(), {})
+            done = max((steps for steps in schedulers if steps <= count), default=-1)  # workers' counts may differ
+            if done < 0:
                 empty: Named = [(name, parameter(p.new_zeros(()).expand(p.shape), vars(p))) for name, p in named]
                 optimizer = self.optimizer(empty, plan)
                 # A step would change counters. A scheduler warns unless a method `step` was called before its own.
@@ -213,12 +216,12 @@ class _Adapter:
                 for group in optimizer.param_groups:  # a scheduler writes to the user's tensor
                     group.update({k: v.clone() for k, v in group.items() if isinstance(v, Tensor)})
                 first = [dict(group) for group in optimizer.param_groups]
-                self._scheduled = 0, optimizer, self._lr_scheduler(optimizer), first
+                done, schedulers[0] = 0, (optimizer, self._lr_scheduler(optimizer), first)
                 optimizer.step()
-            done, optimizer, scheduler, first = self._scheduled
+            optimizer, scheduler, first = schedulers.pop(done)
             for _ in range(count - done):
                 scheduler.step()
-            self._scheduled = count, optimizer, scheduler, first
+            schedulers[count] = optimizer, scheduler, first
             groups = zip(optimizer.param_groups, first, strict=True)
             return [{k: v for k, v in own.items() if k == "lr" or v is not old.get(k)} for own, old in groups]
 
