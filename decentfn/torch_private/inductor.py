@@ -116,10 +116,27 @@ def _keep_softmax(graph: torch.fx.Graph) -> None:
             division.update_arg(0, numerator)
 
 
+def _count_in_rows(graph: torch.fx.Graph) -> None:
+    """Give all elements one axis where the position of an extremum is asked for.
+
+    Inductor counts a computed tensor's in its order of reading, which is another for a transposed one (PyTorch's 174073).
+    """
+    for target in (_aten.argmax.default, _aten.argmin.default):
+        for position in graph.find_nodes(op="call_function", target=target):
+            x: Any = position.args[0]
+            shape = [1] * (x.meta["val"].dim() - 1) + [-1]
+            if len(shape) > 1 and position.args[1:2] in ((), (None,)):
+                with graph.inserting_before(position):
+                    row = graph.call_function(_aten.reshape.default, (x, shape))
+                row.meta["val"] = x.meta["val"].reshape(shape)
+                position.update_arg(0, row)
+
+
 def _prepare(graph: torch.fx.Graph) -> None:
-    """Prepare a graph for Inductor, which reorders calls and replaces what it takes for attention."""
+    """Prepare a graph for Inductor, which reorders calls, replaces what it takes for attention, and counts by its loops."""
     _chain(graph)
     _keep_softmax(graph)
+    _count_in_rows(graph)
 
 
 def _copy_what_is_kept(graph: torch.fx.Graph) -> None:

@@ -192,6 +192,22 @@ def test_frozen_attention_is_the_one_that_was_written(as_pytorch_is):
         assert (run(df.compile(step)) - run(step)).abs().max() > 0.1
 
 
+def test_the_largest_element_is_counted_in_rows(as_pytorch_is):
+    """Inductor would count the elements of a transposed tensor as they lie in memory."""
+    x = torch.arange(6.0).reshape(2, 3)  # [[0, 3], [1, 4], [2, 5]] transposed: the largest is last, the smallest first
+
+    def extrema(state, batch, t):
+        h = (batch.T - 2).abs()  # [[2, 1], [1, 2], [0, 3]]
+        return state, (h.argmax(), h.argmin(), h.argmin(keepdim=True))
+
+    def run():
+        return df.compile(extrema, donate=False)(torch.zeros(()), x, 0)[1]
+
+    assert [y.tolist() for y in run()] == [5, 4, [[4]]]
+    with as_pytorch_is(inductor, "compile_options", dict):
+        assert run()[1].tolist() == 2
+
+
 def test_what_was_compiled_with_other_sources_is_not_used(monkeypatch):
     """PyTorch's cache knows a graph by its operators' names, and not the rules by which `vmap` sees them."""
     topology = df.topology("ring", num_workers=4)
