@@ -6,10 +6,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -76,6 +78,7 @@ class Generation(Hooks):
         self._schedules: WeakKeyDictionary[Topology, Topology] = WeakKeyDictionary()
         self._sum: tuple[torch.Tensor, Any] | None = None  # how many see newcomers, and its work
         self._arriving: list[Any] = []
+        self._works: SimpleQueue[Any] | None = None  # those that another thread awaits
 
     @property
     def world(self) -> World:
@@ -167,6 +170,26 @@ class Generation(Hooks):
         begun = None if self._sum is None else self._sum[1]
         if begun is not None and not begun.is_completed():
             threading.Thread(target=_outlive, args=(self.world.channels.group, begun), daemon=True).start()
+
+    def await_work(self, work: Any, *timeout: timedelta) -> None:
+        """Wait in a thread, which stays behind if a process is lost.
+
+        gloo forgets a message that is half way when its connection ends. Then only the timeout ends its wait, and the end
+        of its group, which the thread keeps.
+        """
+        if self.polls:
+            return super().await_work(work, *timeout)
+        if self._works is None:
+            self._works = SimpleQueue()
+            threading.Thread(target=_wait_for, args=(self._works,), daemon=True).start()
+            weakref.finalize(self, self._works.put, None)
+        channels, ended = self.world.channels, Future[None]()
+        self._works.put((ended, work, timeout, [*channels.groups(), *channels.groups_outside.values()]))
+        while True:
+            try:
+                return ended.result(_PROBE_S)
+            except TimeoutError:
+                self.require_present()
 
     def wait_on_gpu(self, works: list[Any] | None) -> None:
         """Keep a step's works for its end; wait for a collective outside steps."""
@@ -315,6 +338,18 @@ def go_on(here: World, members: Members, patience: timedelta) -> Generation:
     here.become(channels=channels, session=Session(rank, PrefixStore("steps", store)), hooks=made)
     channels.connect_all(made, patience)
     return made
+
+
+def _wait_for(works: SimpleQueue[Any]) -> None:
+    while (its := works.get()) is not None:
+        ended, work, timeout, groups = its
+        try:
+            work.wait(*timeout)
+            ended.set_result(None)
+        except Exception as error:
+            ended.set_exception(error)
+        groups.clear()
+        del its, ended, work, groups
 
 
 def _outlive(_group: Any, begun: Any) -> None:

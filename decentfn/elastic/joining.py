@@ -163,7 +163,7 @@ def hand_over(here: World, state: Any, newcomers: Sequence[int]) -> Any:
     if own == seats[0]:
         sent = [as_bytes(leaf) for leaf in trees.leaves(state) if isinstance(leaf, Tensor) and leaf.numel()]
         for work in [group.send([x], seats.index(seat), 0) for x in sent for seat in newcomers]:
-            work.wait(timeout)
+            here.hooks.await_work(work, timeout)
     if own not in newcomers:
         return state
 
@@ -171,7 +171,7 @@ def hand_over(here: World, state: Any, newcomers: Sequence[int]) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.numel():
             return leaf
         new = torch.empty(leaf.numel() * leaf.itemsize, dtype=torch.uint8)
-        group.recv([new], 0, 0).wait(timeout)
+        here.hooks.await_work(group.recv([new], 0, 0), timeout)
         return new.view(leaf.dtype).view(leaf.shape)
 
     return trees.map(received, state)

@@ -12,6 +12,7 @@ import weakref
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -213,6 +214,42 @@ def test_a_worker_whose_wait_does_not_end_hears_that_others_call_the_roll(where)
     assert [its[-1][2] for its in seen[1:]] == [3, 3, 3] and len(seen[1]) == STEPS
     gc.collect()
     assert all(group() is not None for group in groups)
+
+
+class HalfWay(ForgottenSend):
+    """A group whose messages never end once `ends` is False, as those that are half way when gloo loses their connection."""
+
+    ends = True
+
+    def _posted(self, post, *arguments):
+        work = post(*arguments)
+        return work if self.ends else self
+
+    def __getattr__(self, name):
+        found = getattr(self._group, name)
+        return partial(self._posted, found) if name in ("send", "recv") else found
+
+
+def test_a_worker_whose_messages_were_half_way_hears_of_the_loss_and_does_not_wait_for_each():
+    buckets = 7
+
+    def train_on(rank):
+        if rank == 1:
+            world().channels.group = group = HalfWay(world().channels.group, STEPS)
+        init, step = df.adapt_while_communicate(loss_fn, df.sgd(RATE), df.topology("base", 4), bucket_mb=64e-6)
+        step, began = df.survive(step, patience=timedelta(seconds=60)), 0.0
+        state = init({"x": torch.zeros(64, dtype=F64), **{f"y{i}": torch.zeros(64) for i in range(buckets - 1)}})
+        for t in range(STEPS):
+            began = began or t == 3 and time.monotonic()
+            if rank == 0 and t == 3:
+                return leave(step)
+            if rank == 1:
+                group.ends = t < 3
+            state, _ = step(state, gradient(rank, t), t)
+        return world().num_workers, time.monotonic() - began
+
+    for workers, seconds in on_ranks(4, train_on)[1:]:
+        assert workers == 3 and seconds < 12
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ from decentfn.comm.collectives.world import NO_HOOKS, World
 from decentfn.core.context import context
 from decentfn.topologies.rounds import Peers
 
-_PATIENCE = timedelta(seconds=1)
-"""Timeout of each remaining message after a loss: connections are closed, so it has arrived or never will."""
+_PATIENCE_S = 1.0
+"""Timeout of all remaining messages after a loss: connections are closed, so they have arrived or never will."""
 _NOT_SENT = "not sent, because an earlier message was lost"
 _PATIENCE_OF_ALL_S = 5.0  # total timeout of the messages of a step that was cut short, in seconds
 
@@ -112,7 +112,7 @@ def lose_message(here: World, call: Call, error: Exception, peer: int | None = N
     session, call.lost = here.session, str(error)
     lost = session.lost
     if lost is None:
-        lost = Lost(call, error, peer, slot)
+        lost = Lost(call, error, peer, slot, time.monotonic() + _PATIENCE_S)
         session.lose(lost, timed_out=has_timed_out(error))
         here.hang_up()
     if not session.is_running:
@@ -212,11 +212,11 @@ def land(here: World, call: Call) -> bool:
         for index, work in enumerate(call.works):
             try:
                 if session.lost is not None:
-                    work.wait(_PATIENCE)
+                    work.wait(timedelta(seconds=max(0.01, session.lost.until - time.monotonic())))
                 elif on_gpu:
                     work.wait()
                 else:
-                    work.wait(here.channels.longest_wait)
+                    here.hooks.await_work(work, here.channels.longest_wait)
             except RuntimeError as error:
                 lose_message(here, call, error, *(call.parts[index][2:] if one_by_one else ()))
             if here.counters:

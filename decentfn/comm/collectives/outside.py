@@ -64,7 +64,7 @@ def met(
         try:
             outside: Any = channels.outside(processes)
             heard = [torch.empty_like(mine) for _ in processes]
-            outside.allgather([heard], [mine]).wait()
+            here.hooks.await_work(outside.allgather([heard], [mine]))
             headers = [_Header(*json.loads(h.numpy().tobytes())) for h in heard]
             _require_same(here, processes, headers)
             on_gpu = isinstance(x, Tensor) and x.device.type != "cpu"
@@ -142,7 +142,7 @@ def process_mean(x: Tensor, among: World | None = None) -> Tensor:
         return x
     mean = (x.to(torch.promote_types(x.dtype, torch.float32)) / here.identity.size).contiguous()
     with met(here, "a mean", mean) as (group, _):
-        group.allreduce([mean]).wait()
+        here.hooks.await_work(group.allreduce([mean]))
     return mean.to(x.dtype)
 
 
@@ -154,7 +154,7 @@ def process_broadcast(x: Tensor, among: World | None = None) -> Tensor:
         with met(here, "a broadcast", copy) as (group, _):
             if copy.numel():
                 # As bytes, because not every backend supports every dtype; a view, so it arrives in `copy`.
-                group.broadcast([copy.view(-1).view(torch.uint8)]).wait()
+                here.hooks.await_work(group.broadcast([copy.view(-1).view(torch.uint8)]))
     return copy
 
 
@@ -174,5 +174,5 @@ def gather_bytes(told: Tensor, among: World | None = None) -> list[Tensor]:
         padded = told.new_zeros(max(sizes))
         padded[: told.numel()] = told
         heard = [torch.empty_like(padded) for _ in range(here.identity.size)]
-        group.allgather([heard], [padded]).wait()
+        here.hooks.await_work(group.allgather([heard], [padded]))
     return [h[:n] for h, n in zip(heard, sizes, strict=True)]

@@ -70,6 +70,7 @@ class Lost(NamedTuple):
     error: Exception
     peer: int | None = None  # rank at the other end, if there is one
     slot: int | None = None
+    until: float = 0.0  # when the messages that remain are given up
 
 
 class FailureNote(NamedTuple):

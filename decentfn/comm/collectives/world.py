@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -36,6 +37,10 @@ class Hooks:
 
     def on_failure(self, groups: list[Any]) -> None:
         """End what still uses these groups, whose connections this process has closed."""
+
+    def await_work(self, work: Any, *timeout: timedelta) -> None:
+        """Wait for a work over gloo; may raise RuntimeError before its timeout, when a process is lost."""
+        work.wait(*timeout)
 
     def wait_on_gpu(self, works: list[Any] | None) -> None:
         """Wait for works of a step that only the GPU waits for; None: for a collective outside steps."""
