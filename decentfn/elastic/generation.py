@@ -29,8 +29,6 @@ _PROBE_S = 0.2
 _LOOK_S = 0.02
 """Time between two looks into the store while this process polls its GPU."""
 _POLL_S = 50e-6
-_CALLED = timedelta(seconds=1)
-"""How long a worker waits for the others before it looks whether they call the roll."""
 
 
 class Members(NamedTuple):
@@ -126,7 +124,7 @@ class Generation(Hooks):
         waiting, begun = self._sum
         with self._taking(t):
             if begun is not None:
-                self._await_all(begun)
+                self.await_work(begun)
             works, self._arriving = self._arriving, []
             if works:
                 self._await_gpu(lambda: all(work.is_completed() for work in works))
@@ -167,24 +165,15 @@ class Generation(Hooks):
         """
         if self.polls:
             connections.abort(groups)
-        begun = None if self._sum is None else self._sum[1]
-        if begun is not None and not begun.is_completed():
-            threading.Thread(target=_outlive, args=(self.world.channels.group, begun), daemon=True).start()
+        if self._sum is not None and self._sum[1] is not None:
+            self._hand_over(self._sum[1])
 
     def await_work(self, work: Any, *timeout: timedelta) -> None:
-        """Wait in a thread, which stays behind if a process is lost.
+        """Wait for a work over gloo; raise RuntimeError if a process is lost.
 
-        gloo forgets a message that is half way when its connection ends. Then only the timeout ends its wait, and the end
-        of its group, which the thread keeps.
+        gloo forgets a message that is half way when its connection ends, and then only the timeout ends the wait.
         """
-        if self.polls:
-            return super().await_work(work, *timeout)
-        if self._works is None:
-            self._works = SimpleQueue()
-            threading.Thread(target=_wait_for, args=(self._works,), daemon=True).start()
-            weakref.finalize(self, self._works.put, None)
-        channels, ended = self.world.channels, Future[None]()
-        self._works.put((ended, work, timeout, [*channels.groups(), *channels.groups_outside.values()]))
+        ended = self._hand_over(work, *timeout)
         while True:
             try:
                 return ended.result(_PROBE_S)
@@ -246,16 +235,15 @@ class Generation(Hooks):
         what = f"step t={t} on worker {rank}: not all workers have taken it"
         return connections.reported_as(PeerLost, what, process=rank, step=t)
 
-    def _await_all(self, begun: Any) -> None:
-        """Wait until all have begun, or until others call the roll: nothing else ends a sum that gloo has forgotten."""
-        channels = self.world.channels
-        end = time.monotonic() + channels.longest_wait.total_seconds()
-        while not begun.is_completed():
-            with suppress(RuntimeError):
-                begun.wait(_CALLED)
-            if not begun.is_completed() and (self.roll.check(["notes"]) or time.monotonic() > end):
-                raise RuntimeError("others have lost a worker, and this one's connections have ended")
-        begun.wait()
+    def _hand_over(self, work: Any, *timeout: timedelta) -> Future[None]:
+        """Let a thread wait for this work, which stays behind with it and its group if a process is lost."""
+        if self._works is None:
+            self._works = SimpleQueue()
+            threading.Thread(target=_wait_for, args=(self._works,), daemon=True).start()
+            weakref.finalize(self, self._works.put, None)
+        channels, ended = self.world.channels, Future[None]()
+        self._works.put((ended, work, timeout, [*channels.groups(), *channels.groups_outside.values()]))
+        return ended
 
     def _await_gpu(self, is_done: Callable[[], bool]) -> None:
         """Wait until this is done on the GPU; raise RuntimeError if a process is lost, or at the timeout."""
@@ -350,8 +338,3 @@ def _wait_for(works: SimpleQueue[Any]) -> None:
             ended.set_exception(error)
         groups.clear()
         del its, ended, work, groups
-
-
-def _outlive(_group: Any, begun: Any) -> None:
-    while not begun.is_completed():  # not wait(): the end of Python would then end the process within C++
-        time.sleep(1)
