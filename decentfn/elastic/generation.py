@@ -158,11 +158,7 @@ class Generation(Hooks):
         return self._schedules[made]
 
     def on_failure(self, groups: list[Any]) -> None:
-        """End the kernels of the GPU that wait for others. Keep the group of a sum that has not ended.
-
-        gloo may forget a send whose connection ends at the same moment. Then only the timeout ends the sum, and the end
-        of its group would await that, wherever Python frees the group.
-        """
+        """End the kernels of the GPU that wait for others. Keep the group of a sum, which whoever frees it would await."""
         if self.polls:
             connections.abort(groups)
         if self._sum is not None and self._sum[1] is not None:
@@ -336,5 +332,4 @@ def _wait_for(works: SimpleQueue[Any]) -> None:
             ended.set_result(None)
         except Exception as error:
             ended.set_exception(error)
-        groups.clear()
         del its, ended, work, groups

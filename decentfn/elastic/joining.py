@@ -34,10 +34,7 @@ from decentfn.kit.state import lines_of
 
 _RUN = "decentfn run"
 _LOOK_S = 10.0
-"""Interval at which one that waits to join looks whether the run still exists; a process whose queue of such looks, of which
-there is room for 512, is full does not answer."""
-_MISSED = 2
-"""A run in which nobody answers so many looks has ended."""
+"""Interval at which one that waits to join looks whether the run still exists: a process that does not clear them answers 512."""
 
 
 def open_run(here: World, state: Any) -> Store:
@@ -114,7 +111,7 @@ def await_admission(run: Store, seat: int, liveness: Liveness) -> tuple[Members,
         liveness.clear()
         if time.monotonic() - looked > _LOOK_S:
             looked, missed = time.monotonic(), 0 if liveness.any_answers(range(seat)) else missed + 1
-            if missed == _MISSED:
+            if missed == 2:
                 raise PeerLost(
                     "join(step, state, batch): no process of the run answers: it has ended, or is not reached from here; join "
                     "another run, or start one."

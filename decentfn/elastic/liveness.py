@@ -18,7 +18,7 @@ _PATIENCE_S = 0.3
 
 
 class Liveness:
-    """This process's port, and the others' addresses, which are exchanged in the store."""
+    """This process's port, and the others' addresses, which a store of its own has by seat."""
 
     def __init__(self, store: Store, seat: int) -> None:
         ip6 = socket.has_dualstack_ipv6()
@@ -30,7 +30,7 @@ class Liveness:
         # A DataLoader's forked workers may outlive the process, and would answer for it.
         own = weakref.ref(self._port)
         os.register_at_fork(after_in_child=lambda: None if (port := own()) is None else port.close())
-        store.set(_key(seat), f"{_own_address()} {self._port.getsockname()[1]}")
+        store.set(str(seat), f"{_own_address()} {self._port.getsockname()[1]}")
         self._store = store
         self._addresses: dict[int, tuple[str, int]] = {}
         self._known = set[int]()
@@ -45,7 +45,7 @@ class Liveness:
             self._known.update(seats)
         if not (new := [seat for seat in seats if seat not in self._addresses]):
             return
-        for seat, told in zip(new, self._store.multi_get([_key(seat) for seat in new]), strict=True):
+        for seat, told in zip(new, self._store.multi_get([str(seat) for seat in new]), strict=True):
             host, port = told.decode().split()
             self._addresses[seat] = host, int(port)
             if self._probe(seat) == "answers":
@@ -53,12 +53,9 @@ class Liveness:
 
     def any_answers(self, seats: Iterable[int]) -> bool:
         """Return True if one of these processes answers, whose addresses may not be there yet."""
-        for seat in seats:
-            if self._store.check([_key(seat)]):
-                self.learn([seat])
-                if self._probe(seat) == "answers":
-                    return True
-        return False
+        there = [seat for seat in seats if self._store.check([str(seat)])]
+        self.learn(there)
+        return any(self._probe(seat) == "answers" for seat in there)
 
     def close(self) -> None:
         """Answer nobody any more."""
@@ -93,11 +90,6 @@ class Liveness:
         except OSError:
             return "silent"
         return "answers"
-
-
-def _key(seat: int) -> str:
-    """Return the name of a process's address in the store."""
-    return f"liveness {seat}"
 
 
 def _own_address() -> str:
