@@ -34,7 +34,7 @@ from decentfn.kit.state import lines_of
 
 _RUN = "decentfn run"
 _LOOK_S = 10.0
-"""Interval at which one that waits to join looks whether the run still exists: a process that does not clear them answers 512."""
+"""Interval at which one that waits to join looks whether the run still exists; between two steps a process answers 512 looks."""
 
 
 def open_run(here: World, state: Any) -> Store:
