@@ -215,6 +215,8 @@ def land(here: World, call: Call) -> bool:
                     work.wait(timedelta(seconds=max(0.01, session.lost.until - time.monotonic())))
                 elif on_gpu:
                     work.wait()
+                elif here.hooks is NO_HOOKS:
+                    work.wait(here.channels.longest_wait)
                 else:
                     here.hooks.await_work(work, here.channels.longest_wait)
             except RuntimeError as error:
