@@ -1,6 +1,7 @@
 """Where features of workers on their own clocks meet: what a user does by mistake is refused, and mass stays."""
 
 import random
+import threading
 import time
 from functools import partial
 
@@ -266,11 +267,17 @@ def test_a_budget_of_zero_is_not_left_out(budget):
 # -- checkpoints of settled states, and traces after them ---------------------------------------------------------------
 
 
-def after_a_restart(rank, folder, make, first):
-    """The first part of a run, which is saved; or the second one, whose t goes on from each worker's own."""
+def after_a_restart(rank, folder, make, first, meeting):
+    """The first part of a run, which is saved; or the second one, whose t goes on from each worker's own.
+
+    All take a step before the others have used up the budget: they meet in their first.
+    """
+    met = []
 
     @df.autograd
     def loss(params, batch):
+        if not met:
+            met.append(meeting.wait(60))
         time.sleep(0.002 * (1 + rank) * random.random())
         return loss_fn(params, batch)
 
@@ -322,8 +329,9 @@ def test_ranks_do_not_save_a_state_without_the_mail_in_flight(tmp_path):
 @pytest.mark.parametrize("make", MAKE)
 def test_the_second_part_of_a_run_of_ranks_is_replayed_from_its_checkpoint(make, tmp_path):
     """Ranks have no room for messages in flight in their states, and the simulator has."""
-    on_ranks(N, after_a_restart, tmp_path, make, True)
-    out = on_ranks(N, after_a_restart, tmp_path, make, False)
+    meeting = threading.Barrier(N)
+    on_ranks(N, after_a_restart, tmp_path, make, True, meeting)
+    out = on_ranks(N, after_a_restart, tmp_path, make, False, meeting)
     trace = out[0][1]
     assert min(trace.first) > 0
     init, step = df.guard(df.ema(make(loss_fn, df.adam(0.05), ONE_PEER), 0.9))
