@@ -79,22 +79,17 @@ def _sum_within_worker(x: Tensor, size: int, after: Tensor | None) -> Tensor:
         if (other := session.board.other_in_group(group, ranks, numbers, total)) is not None:
             rank, place, nbytes, _ = other
             here_at, there_at = places_named(session.place, place)
-            if [place, nbytes] == numbers[:2]:
-                raise StepMismatch(
-                    f"{what}: in step {here_at} processes {every.rank} and {rank} took gradients of different parameters (process "
-                    f"{every.rank}: {words}), and fully_shard gives each the other's; run the same layers on all processes of a "
-                    "worker, times 0 where one is not wanted, or choose them by world.worker and t.",
-                    process=every.rank,
-                    step=session.at,
-                    peer=rank,
-                )
-            raise StepMismatch(
-                f"{what}: process {every.rank} is at {here_at} with {x.nbytes:,} bytes, process {rank} at {there_at} with "
-                f"{nbytes:,}; every process must call the step with the same t, equally often",
-                process=every.rank,
-                step=session.at,
-                peer=rank,
+            why = (
+                f"process {every.rank} is at {here_at} with {x.nbytes:,} bytes, process {rank} at {there_at} with "
+                f"{nbytes:,}; every process must call the step with the same t, equally often"
             )
+            if [place, nbytes] == numbers[:2]:
+                why = (
+                    f"in step {here_at} processes {every.rank} and {rank} took gradients of different parameters (process "
+                    f"{every.rank}: {words}), and fully_shard gives each the other's; run the same layers on all processes of a "
+                    "worker, times 0 where one is not wanted, or choose them by world.worker and t."
+                )
+            raise StepMismatch(f"{what}: {why}", process=every.rank, step=session.at, peer=rank)
         since = time.monotonic()
         group.allreduce([total]).wait()
     except RunError:

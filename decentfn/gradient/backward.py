@@ -158,8 +158,8 @@ def _require_one_batch(batch: Any, tp_size: int) -> None:
 def _note_use(here: collectives.World, mark: int, names: Sequence[str], used: Sequence[bool]) -> None:
     """Let the worker's next sum compare which parameters its processes have used: `fully_shard` pairs their gradients by order."""
     unused = [name for name, is_used in zip(names, used, strict=True) if not is_used]
-    here.session.gradient_of = mark, f"of all but {brief(unused)}" if unused else "of all"
-    here.session.board.met.discard(id(here.channels.intra_worker))
+    words = f"of all but {brief(unused)}" if unused else "of all"
+    here.session.note_gradient(mark, words, here.channels.intra_worker)
 
 
 def _forward_backward(

@@ -158,14 +158,13 @@ class ModuleLoss:
                 "follow; tie or replace parameters before df.functional."
             )
 
-    def require_unpacked(self, packed: Iterable[str]) -> None:
-        """Raise ValueError if an evaluation packed frozen parameters, of which the module, and not the state, may keep account."""
-        if names := sorted(packed):
-            raise ValueError(
-                f"{self._call}: a call in eval mode changed the shapes of the frozen parameters {brief(names)}, and later calls would "
-                "read the state's, which have the old ones, as if they had the new. Build the module again and switch that off; of each "
-                "4-bit layer of bitsandbytes on a CPU: layer.support_avx512bf16_for_cpu = False."
-            )
+    def refuse_packed(self, names: Iterable[str]) -> None:
+        """Raise ValueError: an evaluation packed frozen parameters, of which the module, and not the state, may keep account."""
+        raise ValueError(
+            f"{self._call}: a call in eval mode changed the shapes of the frozen parameters {brief(sorted(names))}, and later calls "
+            "would read the state's, which have the old ones, as if they had the new. Build the module again and switch that off; of "
+            "each 4-bit layer of bitsandbytes on a CPU: layer.support_avx512bf16_for_cpu = False."
+        )
 
     def _require_trained(self, params: dict[str, Tensor], is_differentiated: bool = False) -> None:
         """Raise ValueError if `requires_grad` of the module's parameters has changed and a gradient is computed."""

@@ -178,7 +178,12 @@ def to_evaluate(
 
         yield loss_of
     loss_fn.require_in_place(name for name in params if name in given and given[name] is not params[name])
-    loss_fn.require_unpacked(n for n, shape in shapes.items() if given[n] is not None and given[n].shape != shape)
+    packed = []
+    for name, shape in shapes.items():
+        if given[name] is not None and given[name].shape != shape:
+            packed.append(name)
+    if packed:
+        loss_fn.refuse_packed(packed)
 
 
 @contextmanager

@@ -119,6 +119,11 @@ class Session:
         self.is_own_step = False
         self.board.met.clear()
 
+    def note_gradient(self, mark: int, words: str, group: Any) -> None:
+        """Note what the step's gradient was taken of; the ranks of this group compare it with their next sum."""
+        self.gradient_of = mark, words
+        self.board.met.discard(id(group))
+
     def leave(self) -> None:
         """End a step."""
         self.is_running = False
