@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 import decentfn as df
 from decentfn.core import trees
 from decentfn.testing.ranks import alone_as_rank_of, on_ranks
+from decentfn.torch_private import dynamo
 from tests import network
 from tests.allocations import calls_of
 
@@ -348,6 +349,34 @@ def test_what_the_loss_looks_at_is_looked_at_again():
     module.eval()
     _, evaluation = step(state, batch, 1)
     assert training.loss == 0.0 and evaluation.loss > 0.0
+
+
+def test_a_step_guards_what_a_user_may_change_and_not_the_librarys_own_functions_in_both_graphs(monkeypatch):
+    made = []
+
+    def noted(guards):
+        needed = dynamo.are_needed(guards)
+        names = [guard.name for guard in guards]
+        made.append((names, [name for name, is_needed in zip(names, needed, strict=True) if is_needed]))
+        return needed
+
+    monkeypatch.setattr("decentfn.engine.compilation.are_needed", noted)
+    model = torch.nn.Linear(4, 2)
+
+    def loss_fn(params, x):
+        return (torch.func.functional_call(model, params, (x,)) ** 2).mean()
+
+    init, step = df.adapt_then_combine(loss_fn, df.sgd(0.1), df.topologies.every(2, df.topology("ring", num_workers=4)))
+    state, step = df.stack(init(dict(model.named_parameters())), 4), df.compile(df.simulate(step, 4), backend="eager")
+    for t in range(4):
+        state, _ = step(state, torch.ones(4, 3, 4), t)
+    assert len(made) == 2
+    for names, kept in made:
+        dropped = [name for name in names if name not in kept]
+        assert len(dropped) > len(names) / 4
+        assert not [name for name in dropped if "context." in name or "_parameters" in name or "batch" in name]
+        assert [name for name in kept if "context.resting" in name]
+        assert [name for name in kept if name.endswith("._parameters['weight']")]
 
 
 def test_a_chunked_simulation_compiles_in_a_thread_in_which_nothing_has_run():

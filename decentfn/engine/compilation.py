@@ -25,7 +25,7 @@ from decentfn.gradient import lock_of
 from decentfn.kit.state import is_state
 from decentfn.kit.step import Step
 from decentfn.torch_private import inductor
-from decentfn.torch_private.dynamo import guard_everything, prepare, with_constant_numbers
+from decentfn.torch_private.dynamo import are_needed, guard_everything, prepare, with_constant_numbers
 
 _GRAPHS = 32  # largest number of graphs of a step, for batches of different structures, dtypes and kinds of shapes
 
@@ -97,13 +97,14 @@ def compile(
     prepare()
     progress = _Progress(step, backend)
     kwargs: dict[str, Any] = {"fullgraph": True, "dynamic": dynamic, "backend": backend, "recompile_limit": _GRAPHS}
+    settings: dict[str, Any] = {"guard_filter_fn": are_needed}
     if backend == "inductor":
         own = inductor.compile_options()
         theirs = {name: options[name] for name in own if name in options}
         rule = "the library's pass here keeps messages in order, and values from being written over; leave it out."
         require(not theirs, "compile(step)", rule, **theirs)
         kwargs["backend"] = progress.inductor
-        kwargs["options"] = own | options
+        settings |= own | options
     given: dict[str, Any] = kwargs if mode is None else kwargs | {"backend": on_device(progress.inductor)}
     lock = lock_of(step.loss_fn)
     graphs: list[tuple[Any, list[Callable[..., Any]], Layout | None]] = []
@@ -125,7 +126,7 @@ def compile(
                 if mode is None and is_here and all(x.device.type == "cpu" for x in state.params):
                     layout = Layout(state, step.by_leaf and not step.is_by_autograd)
             functions = _on_leaves(step, state if layout is None else layout.template, donate)
-            pair = [torch.compile(function, **given) for function in functions]
+            pair = [torch.compile(function, options=settings.copy(), **given) for function in functions]  # it pops
             if dynamic:
                 pair = [with_constant_numbers(function) for function in pair]
             progress.begin()
