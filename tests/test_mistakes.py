@@ -135,6 +135,12 @@ MISTAKES = {
         lambda: step_with("params", "batch", "t"),
         r"^step\(state, batch, t\): its first argument is a dict, not a training state, from init\(params\)",
     ),
+    "the state before the module": (
+        lambda: df.state_dict(build().init(w()), net()),
+        r"^state_dict\(module=State.*the module comes first",
+    ),
+    "parameters as the state of buffers": (lambda: df.buffers(w()), r"^dict is not a training state"),
+    "donate in words": (lambda: df.compile(a_step(), donate="no"), r"^compile\(donate='no'\): donate is True or False"),
     "t before batch": (lambda: step_with("state", "t", "batch"), r"t=\(tensor.*third argument numbers the steps"),
     "t first": (lambda: step_with("t", "state", "batch"), r"t=\(tensor.*third argument numbers the steps"),
 }

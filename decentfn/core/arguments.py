@@ -139,7 +139,7 @@ def no_such_argument(call: str, name: str, known: Sequence[str]) -> str:
 
 
 def checks_numbers(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a public function: its `int`, `float` and `bool` arguments are checked, and become Python's types."""
+    """Decorate a public function: its `int`, `float`, `bool` and `torch.dtype` arguments are checked, and become Python's types."""
     return checks_arguments({})(function)
 
 
@@ -181,6 +181,8 @@ def _kinds_in(annotation: str) -> frozenset[str]:
 
 
 def _plain(call: str, name: str, kinds: frozenset[str], value: Any) -> Any:
+    if "torch.dtype" in kinds and not (value is None and "None" in kinds):
+        require(isinstance(value, torch.dtype), call, f"{name} is a torch.dtype.", **{name: value})
     numbers = kinds & {"int", "float", "bool"}
     if not numbers or (value is None and "None" in kinds) or (callable(value) and "Callable" in kinds):
         return value

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from decentfn.comm import collectives
-from decentfn.core import PyTree, context, log, require, trees
+from decentfn.core import PyTree, checks_numbers, context, log, require, trees
 from decentfn.engine import cache as compile_cache
 from decentfn.engine.advice import explain
 from decentfn.engine.cuda_graphs import MODE, cuda_recorder, on_device, replayed, require_replayable
@@ -35,6 +35,7 @@ _SILENT_S = 5.0  # time after which a compilation is announced, also where loggi
 _numbers = itertools.count()
 
 
+@checks_numbers
 def compile(
     step: Step | Callable[..., Any],
     *,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from decentfn.core import at_least, brief, checks_numbers, require
+from decentfn.core import at_least, checks_numbers, require
 from decentfn.planning.methods import PARTS, Prediction, Work, asynchronous, ddp, diloco, gossip, hsdp
 from decentfn.planning.order import renumbered, reordered, slowest_link
 from decentfn.timing.cluster import Cluster
@@ -85,6 +85,8 @@ def plan(
     >>> made.recommended.topology, round(made.recommended.seconds, 2)
     ('base', 0.34)
     """
+    rule = "a df.planning.Cluster; df.planning.Cluster.measured(path) reads the file of `decentfn links`."
+    require(isinstance(cluster, Cluster), "plan", rule, cluster=cluster)
     if isinstance(model, nn.Module):
         model = sum(p.numel() for p in model.parameters())
     parameters = at_least("plan", "model", model, 1)
@@ -94,8 +96,9 @@ def plan(
     require(0 < compute_seconds < 1e9, "plan", "seconds of a step's computation, > 0.", compute_seconds=compute_seconds)
     require(0 < sent <= 1, "plan", "the share of bytes that are sent, in (0, 1].", sent=sent)
     for made in topologies or ():
-        rule = f"the cluster has {cluster.num_workers} workers."
-        require(made.num_workers == cluster.num_workers, "plan", rule, topologies=brief(made))
+        rule = f"a df.Topology of {cluster.num_workers} workers, as the cluster has."
+        is_one = isinstance(made, Topology) and made.num_workers == cluster.num_workers
+        require(is_one, "plan", rule, topologies=made)
     work = Work(parameters, compute_seconds, dtype.itemsize, (wire_dtype or dtype).itemsize)
     schedules = cache(partial(_certified, topologies))
     rows = _ranked(work, cluster, sent, inner_steps, schedules)

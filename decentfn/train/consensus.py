@@ -45,6 +45,7 @@ def params(state: Any) -> PyTree:
 
 def buffers(state: Any) -> PyTree:
     """Return copies of this worker's buffers, as the tree last returned by the loss; `[N, ...]` if stacked."""
+    buckets_of(state, of_runs=True)  # raises ValueError unless it is a state
     return trees.map(torch.clone, state.buffers)
 
 

@@ -196,8 +196,11 @@ def test_computation_hides_messages_and_the_plan_says_which_limits():
         (lambda: df.plan(Cluster(4, Link(1)), 9, compute_seconds=1, sent=2), "share of bytes"),
         (
             lambda: df.plan(Cluster(4, Link(1)), 9, compute_seconds=1, topologies=[df.topology("ring", 6)]),
-            "has 4 workers",
+            "of 4 workers",
         ),
+        (lambda: df.plan(Cluster(4, Link(1)), 9, compute_seconds=1, topologies=["ring"]), "a df.Topology of 4 workers"),
+        (lambda: df.plan("links.json", 9, compute_seconds=1), "Cluster.measured"),
+        (lambda: df.plan(Cluster(4, Link(1)), 9, compute_seconds=1, dtype="bf16"), "dtype is a torch.dtype"),
     ],
 )
 def test_what_no_cluster_has_is_refused(make, words):

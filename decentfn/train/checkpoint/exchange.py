@@ -49,6 +49,7 @@ def state_dict(module: nn.Module, state: State, *, consensus: bool = False) -> d
         Names and tensors. If a worker is several processes, shards are gathered one by one (collective) to its process
         0, on the CPU; its other processes get an empty dict.
     """
+    require(isinstance(module, nn.Module), "state_dict", "the module comes first.", module=module)
     rule = "the state is stacked; take one worker's, df.worker(state, i), or the mean of all, consensus=True."
     require(consensus or not is_stacked(state), "state_dict(module, state)", rule)
     require_sharded_alike("state_dict(module, state)", state.params.plan, is_sharded=sharded.is_sharded(module))
@@ -102,6 +103,7 @@ def load_state_dict(module: nn.Module, state: State, state_dict: Mapping[str, An
         ValueError: a stacked state; a plain module with a state of a sharded one; a module that loads another shape.
         RuntimeError: PyTorch's, if names or shapes do not fit; on every process of the worker.
     """
+    require(isinstance(module, nn.Module), "load_state_dict", "the module comes first.", module=module)
     rule = "the state is stacked; df.stack(df.load_state_dict(module, one, ...), N) of one worker's."
     require(not is_stacked(state), "load_state_dict(module, state, state_dict)", rule)
     is_sharded = sharded.is_sharded(module)
