@@ -105,6 +105,14 @@ NETWORKS = {
             Setting("asynchronous, one slow", True, pushed, "one-peer-exp-directed", 4, [0.1, 0.1, 0.1, 0.3], 1, ALONE),
         ],
     ),
+    "60 Mbit/s, 15 ms": (
+        ["-n", "4", "--mbit", "60", "--delay-ms", "15"],
+        [
+            Setting("DDP", False, None, "complete", 2, 0.1, 1, AFTER, DDP),
+            Setting("D-PSGD", True, gossip(), "hypercube", 1.5, 0.12, plan=AWC),
+            Setting("D-PSGD", True, gossip(), "one-peer-exp-directed", 3, 0.2, plan=AWC),
+        ],
+    ),
     "20 Mbit/s, 40 ms": (
         ["-n", "4", "--mbit", "20", "--delay-ms", "40"],
         [

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from decentfn.timing import Cluster, Exchange, clock
+from decentfn.timing import Clock, Cluster, Exchange, clock
 from decentfn.timing.network import Network, messages_of
 from decentfn.topologies import Certificate, Topology, complete, one_peer_exp_directed
 
@@ -160,7 +160,10 @@ def _predicted(
     traffic = of_schedule(topology, cluster, to_each=to_each)
     between, inside = timed.exchange(sends[0], steps)
     exchange = max(between, inside) / every
-    alone = fmean(max(timed.timeline(its, 1, first=t).end.max() for its in sends) for t in steps)
+    ends = [[float(timed.timeline(its, 1, first=t).end.max()) for t in steps] for its in sends]
+    if len(sends) > 1:
+        ends[0] = [end - _hidden(timed, *sends, steps=steps) for end in ends[0]]
+    alone = fmean(max(of_step) for of_step in zip(*ends, strict=True))
     seconds = work.seconds + float(alone - work.seconds) / every
     is_hidden = exchange <= work.seconds * 1e-3 or seconds <= work.seconds * 1.001
     slowest = "links between nodes" if between >= inside else "links inside nodes"
@@ -179,6 +182,15 @@ def _predicted(
         checkpoint=(own + kept) * (cluster.num_workers if has_replicas else 1),
         bottleneck="computation" if is_hidden else slowest,
     )
+
+
+def _hidden(timed: Clock, both: Exchange, second: Exchange, *, steps: Sequence[int]) -> float:
+    """Return the seconds of latencies that pass while the other one's bytes travel, of two all-reduces at a time (gloo's)."""
+    small = min(both.nbytes - second.nbytes, second.nbytes)
+    empty, all_ = (max(timed.exchange(replace(both, nbytes=nbytes), steps)) for nbytes in (0.0, small))
+    last = empty / max(1, 2 * both.topology.num_workers - 1)  # latency, which nothing hides
+    alone = (second.begins - both.begins) * float(timed.seconds(0).max())
+    return max(0.0, min(empty - last, all_ - empty) - alone)
 
 
 class Payloads(NamedTuple):
