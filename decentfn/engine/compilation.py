@@ -100,7 +100,7 @@ def compile(
     if backend == "inductor":
         own = inductor.compile_options()
         theirs = {name: options[name] for name in own if name in options}
-        rule = "the library's own keeps messages in order, and values from being left out or written over; leave it out."
+        rule = "the library's own keeps messages in order, and values from being lost; leave it out."
         require(not theirs, "compile(step)", rule, **theirs)
         kwargs["backend"] = progress.inductor
         kwargs["options"] = own | options
