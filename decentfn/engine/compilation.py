@@ -102,7 +102,7 @@ def compile(
     if backend == "inductor":
         own = inductor.compile_options()
         theirs = {name: options[name] for name in own if name in options}
-        rule = "the library's pass here keeps messages in order, and values from being written over; leave it out."
+        rule = "the library's own keeps messages in order, and values from being lost; leave it out."
         require(not theirs, "compile(step)", rule, **theirs)
         kwargs["backend"] = progress.inductor
         settings |= own | options

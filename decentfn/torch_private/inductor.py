@@ -69,7 +69,11 @@ def compile_options() -> dict[str, Any]:
     for needed in (BACKEND, LOOP_SPLIT):
         needed.require(_CALL)
     GRAPH_PASS.require(_CALL).register(_GraphPass)  # whose code is cached by its uuid
-    return {"joint_custom_pre_pass": _GraphPass(_prepare), "post_grad_custom_post_pass": _GraphPass(_copy_what_is_kept)}
+    return {
+        "joint_custom_pre_pass": _GraphPass(_prepare),
+        "post_grad_custom_post_pass": _GraphPass(_copy_what_is_kept),
+        "triton.mix_order_reduction": False,  # on a GPU, a norm's gradients would stay unwritten (PyTorch's 193061)
+    }
 
 
 _aten = torch.ops.aten

@@ -55,3 +55,14 @@ def test_no_kernel_is_compiled_for_the_cpu(how, device):
     state, step, batch = network(how, device)
     _, codes = run_and_get_code(step, state, batch, 0)
     assert codes and not any("cpp_fused" in code or "empty_strided_cpu" in code for code in codes)
+
+
+def test_the_gradient_of_a_norm_of_many_rows_is_in_its_bucket(device):
+    """Inductor's mix-order reduction, from 4,096 rows and 5 MiB of numbers on, leaves it unwritten (PyTorch's 193061)."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(64, 768), torch.nn.LayerNorm(768), torch.nn.Linear(768, 64)).to(device)
+    params, buffers, loss_fn = df.functional(net, torch.nn.functional.mse_loss)
+    init, step = df.adapt_while_communicate(loss_fn, df.sgd(10.0), df.topology("complete", 1))
+    batch = torch.randn(8192, 64, device=device), torch.randn(8192, 64, device=device)
+    expected, found = (df.params(how(step)(init(params, buffers), batch, 0)[0]) for how in (df.donate, df.compile))
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
