@@ -72,7 +72,7 @@ def algorithm(function: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
         loss_fn, optimizer = call.arguments["loss_fn"], call.arguments["optimizer"]
         values = {name: call.arguments[name] for name in own} | DEFAULTS | call.arguments.get("options", {})
 
-        expected = StateCheck(loss_fn, built.step.start, starts_equal=built.step.starts_equal)
+        expected = StateCheck(loss_fn, built.step.start, mixes_on, starts_equal=built.step.starts_equal)
 
         def start(params: PyTree, buffers: PyTree = None) -> Any:
             rule = "torch.inference_mode is on, and what is made in it cannot be trained; call init outside of it."

@@ -9,11 +9,13 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from decentfn.core import PyTree, as_step, first_difference, trees
+from decentfn.comm.fingerprint import label
+from decentfn.core import PyTree, as_step, first_difference, require, trees
 from decentfn.core.buckets import Buckets, copy_wide, zeros_like
 from decentfn.gradient import LossFn, LossScale, require_first
 from decentfn.gradient import Metrics as Metrics
 from decentfn.optim.transforms import RateState
+from decentfn.topologies import Topology
 from decentfn.torch_private import functorch
 
 CALL = "step(state, batch, t)"
@@ -106,9 +108,13 @@ def kept(memory: Any, x: Buckets, mean: Callable[[Buckets], Buckets]) -> Any:
 class StateCheck:
     """Check of states before their first step, against the layouts that the algorithm's `init` made."""
 
-    def __init__(self, loss_fn: LossFn, start: Callable[..., Any] | None, *, starts_equal: bool) -> None:
-        self._loss_fn, self._start, self._starts_equal = loss_fn, start, starts_equal
+    def __init__(
+        self, loss_fn: LossFn, start: Callable[..., Any] | None, topology: Topology, *, starts_equal: bool
+    ) -> None:
+        self._loss_fn, self._start, self._topology, self._starts_equal = loss_fn, start, topology, starts_equal
         self._layouts: list[list[str]] = []
+        self._has_restarted = False
+        """True once a state of another topology has come with memory that starts again."""
 
     def record(self, state: State) -> State:
         """Record the layout of a state from `init` as an expected one, and return the state."""
@@ -142,6 +148,11 @@ class StateCheck:
                 f"{CALL}: the state is another algorithm's, whose workers may differ, and this one never makes them equal; start from "
                 "their mean, init(df.consensus_mean(state))."
             )
+        if getattr(state.memory, "of_topology", False) and x.plan.topology not in (None, mine := label(self._topology)):
+            fresh = zip(trees.leaves(state.memory), trees.leaves(restarted(state.memory, x)), strict=True)
+            self._has_restarted |= all(functorch.are_equal(*both) for both in fresh)
+            rule = f"the memory has sums on topology {x.plan.topology}, and the step is of {mine}; "
+            require(self._has_restarted, CALL, f"{rule}df.with_params(state, df.params(state)) starts them again.")
         require_first(CALL, self._loss_fn, x, state.buffers, batch, as_step(t))
 
 

@@ -73,7 +73,7 @@ class BatchSampler(Sampler[list[int]]):
 
     def __init__(self, shards: Shards, workers: Sequence[int], first_step: int, steps: int | None) -> None:
         self._shards, self._workers, self._steps = shards, workers, steps
-        self.first_step = first_step
+        self.first_step = self._t = first_step
         self._is_read = False
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -87,7 +87,18 @@ class BatchSampler(Sampler[list[int]]):
         self._is_read = True
         for t in itertools.count(self.first_step) if self._steps is None else range(self.first_step, self._steps):
             samples = [self._shards.batch_at(t, worker).tolist() for worker in self._workers]
+            self._t = t + 1
             yield _Batch(list(itertools.chain(*samples)), t, self._workers)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the step after the last batch given out, for torchdata's loader; another one may have read ahead."""
+        return {"t": self._t}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Begin at the step of the state, whatever `first_step` was."""
+        rule = "not the result of state_dict(); leave it out, and make a sampler with first_step=t."
+        require(isinstance(state, dict) and "t" in state, "batch_sampler(...).load_state_dict", rule, state=state)
+        self.first_step, self._t, self._is_read = state["t"], state["t"], False
 
     @property
     def batch_size(self) -> int:
@@ -110,8 +121,9 @@ def batch_sampler(
 ) -> BatchSampler:
     """Make the `batch_sampler=` of torch's DataLoader: the batches of steps `first_step`, `first_step + 1`, ...
 
-    To resume at step t, make a new one with `first_step=t`; batches that the loader read ahead do not matter. Read
-    all steps in one loop, or make a sampler per epoch, also with `steps=(epoch + 1) * shards.steps_per_epoch`.
+    To resume at step t, make a new one with `first_step=t`; batches that the loader read ahead do not matter. A state
+    that torchdata's `StatefulDataLoader` loads takes the place of `first_step`. Read all steps in one loop, or make a
+    sampler per epoch, also with `steps=(epoch + 1) * shards.steps_per_epoch`.
 
     Args:
         shards: the result of `shards` or `fixed_shards`.

@@ -54,6 +54,10 @@ class Epochs(Iterator[tuple[int, Any]]):
         self._loses_order = self._has_state and hasattr(loader, "use_stateful_dataloader") and not is_stream
         self._size = 0 if is_estimate else length_hint(loader)  # 0 of a stream
         self._epoch = start // self._size if self._size else 0
+        division = f"batch_size={getattr(loader, 'batch_size', None)}, {self._size or 'unknown'} batches"
+        division += f", num_workers={loader.num_workers}" if is_estimate else ""
+        self._division = [] if self._has_state else [division]
+        """How an epoch that is read again is divided into batches."""
         self._first = self._epoch * self._size
         """t of the epoch's first batch."""
         is_generator = isgeneratorfunction(getattr(type(loader), "__iter__", None))
@@ -87,7 +91,7 @@ class Epochs(Iterator[tuple[int, Any]]):
             "t": self._t,
             "epoch": self._epoch,
             "first": self._first,
-            "process": [here.rank, here.size],
+            "process": [here.rank, here.size, *self._division],
             "loader": self._loader.state_dict() if self._has_state and self._at_first else None,
             "at first": self._at_first or now,
             "now": now,
@@ -96,8 +100,8 @@ class Epochs(Iterator[tuple[int, Any]]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state_dict` was called; before the first batch.
 
-        With another number of processes the data are divided anew: the epoch starts again, `t` continues, and the log
-        says so at WARNING.
+        With another number of processes, or batches of another size, the data are divided anew: the epoch starts again,
+        `t` continues, and the log says so at WARNING.
 
         Raises:
             ValueError: not the state of such a loader and such generators; a batch has been read.
@@ -113,13 +117,15 @@ class Epochs(Iterator[tuple[int, Any]]):
                 f"besides the global ones, and here are {mine}; pass the same kind of loader and the same generators=."
             )
         self._t, self._epoch, self._first = state["t"], state["epoch"], state["first"]
-        if state["process"] == [here.rank, here.size]:
+        its, own = state["process"], [here.rank, here.size, *self._division]
+        if its == own[: len(its)]:
             self._resumed = dict(state)
             return
         self._first = self._t
         log.warning(
-            "epochs: process %d of %d read these batches, and this is process %d of %d: epoch %d starts again, with t=%d",
-            *(*state["process"], here.rank, here.size, self._epoch, self._t),
+            "epochs: process %d of %d%s read these batches, and this is process %d of %d%s: epoch %d starts again, with t=%d",
+            *(part for one in (its, own) for part in (*one[:2], "".join(f" ({division})" for division in one[2:]))),
+            *(self._epoch, self._t),
         )
 
     def _read(self) -> Iterator[tuple[int, Any]]:

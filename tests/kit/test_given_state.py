@@ -105,6 +105,28 @@ def test_a_state_of_an_equal_algorithm_is_taken_from_memory_and_from_disk(row):
             first_step(step, state, "simulated")
 
 
+def test_memory_of_another_topology_is_refused_until_it_starts_again():
+    def built(topology):
+        options = {"compressor": df.compressors.top_k(0.5), "gamma": 0.3}
+        init, step = df.choco_sgd(lambda x, b: ((x - b) ** 2).sum(), df.sgd(0.05), topology, **options)
+        return init, df.simulate(step, 4)
+
+    topologies = df.topology("static-ring", 4), df.topology("star", 4)
+    batch = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    (init, ring), (_, star) = map(built, topologies)
+    state = df.stack(init(batch[0]), 4)
+    for t in range(5):
+        state, _ = ring(state, batch, t)
+    state = df.set_learning_rate(state, 0.0)
+    with pytest.raises(ValueError, match=r"sums on topology static-ring .* step is of star .*df.with_params"):
+        star(state, batch, 5)
+    state = df.with_params(state, df.params(state))
+    for t in range(5, 200):
+        state, _ = star(state, batch, t)
+    assert df.consensus_distance(state) < 1e-4  # it stays large with the ring's sums
+    df.donate(star)(state, batch, 200)  # looks at the state again
+
+
 @pytest.mark.parametrize("how", HOW)
 def test_a_modules_loss_knows_its_width_without_init(how):
     row = "adapt_while_communicate on ring"

@@ -33,6 +33,34 @@ def test_a_run_that_goes_on_reads_what_it_would_have_read_though_workers_had_rea
         assert torch.equal(x, a) and torch.equal(y, b)
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("first_step", [0, 3])
+def test_a_stateful_loader_goes_on_where_its_state_says_wherever_its_sampler_begins(first_step):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+    def made(first_step):
+        return stateful(DATA, batch_sampler=df.data.batch_sampler(SHARDS, 1, first_step, steps=6))
+
+    begun = made(0)
+    assert len(list(islice(begun, 3))) == 3
+    resumed = made(first_step)
+    resumed.load_state_dict(begun.state_dict())
+    assert [x.tolist() for x, _ in resumed] == [(SHARDS.batch_at(t, 1) * 10).tolist() for t in range(3, 6)]
+
+
+def test_a_sampler_with_a_state_begins_at_its_step():  # as a stateful loader does, without torchdata
+    read = df.data.batch_sampler(SHARDS, 1, steps=6)
+    for t, _ in zip(range(3), read, strict=False):
+        state = read.state_dict()
+        assert state == {"t": t + 1}
+    resumed = df.data.batch_sampler(SHARDS, 1, first_step=2, steps=6)
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state and len(resumed) == 3
+    assert list(resumed) == [SHARDS.batch_at(t, 1).tolist() for t in range(3, 6)]
+    with pytest.raises(ValueError, match=r"load_state_dict\(state=None\): not the result of state_dict\(\)"):
+        resumed.load_state_dict(None)
+
+
 def test_several_simulated_workers_get_a_stacked_batch_each_its_own():
     batches = loader(range(1, 3), steps=4, collate_fn=df.data.stacked_collate(2), num_workers=1)
     for t, (x, _) in enumerate(batches):

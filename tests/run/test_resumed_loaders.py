@@ -284,8 +284,44 @@ def test_other_processes_begin_the_epoch_again_and_count_on(tmp_path, caplog):
     again.load_state_dict(state)
     assert [(t, batch.tolist()) for t, batch in again] == [(5, [0, 1]), (6, [2, 3]), (7, [4, 5])]
     assert (
-        "process 1 of 3 read these batches, and this is process 0 of 1: epoch 1 starts again, with t=5" in caplog.text
+        "process 1 of 3 read these batches, and this is process 0 of 1 (batch_size=2, 3 batches): epoch 1 starts again, "
+        "with t=5" in caplog.text
     )
+
+
+class Tens(IterableDataset):
+    def __iter__(self):
+        yield from range(10)
+
+
+OTHERS = {
+    "batch_size": (lambda: DataLoader(Noisy(), 2), lambda: DataLoader(Noisy(), 5)),
+    "batch_size of a stream": (lambda: DataLoader(Tens(), 2), lambda: DataLoader(Tens(), 5)),
+    "num_workers of a stream": (lambda: DataLoader(Tens(), 2), lambda: DataLoader(Tens(), 2, num_workers=1)),
+}
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param("batch_size"), *(pytest.param(k, marks=pytest.mark.thorough) for k in [*OTHERS][1:])]
+)
+def test_batches_of_another_size_begin_the_epoch_again_and_leave_no_row_out(what, caplog):
+    before, after = OTHERS[what]
+    batches = df.data.epochs(before(), 1)
+    for _ in zip(range(2), batches, strict=False):
+        state = batches.state_dict()
+    again = df.data.epochs(after(), 1)
+    again.load_state_dict(state)
+    ts, rows = zip(*((t, [int(row) for row in batch.view(len(batch), -1)[:, 0]]) for t, batch in again), strict=True)
+    assert sum(rows, []) == list(range(10)) and ts[0] == 2
+    assert "(batch_size=2" in caplog.text and "epoch 0 starts again, with t=2" in caplog.text
+
+
+def test_map_style_rows_go_on_with_another_number_of_loader_processes():
+    batches = df.data.epochs(DataLoader(Noisy(), 2, num_workers=1), 1)
+    next(batches)
+    again = df.data.epochs(DataLoader(Noisy(), 2), 1)
+    again.load_state_dict(batches.state_dict())
+    assert [int(batch[0, 0]) for _, batch in again] == [2, 4, 6, 8]
 
 
 def test_a_run_that_has_ended_reads_no_more_and_can_be_made_longer():
