@@ -198,11 +198,11 @@ def worked(i, now, seconds, outages):
     return now + seconds
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(12))
 def test_a_timeline_is_that_of_its_rules_worker_by_worker(seed):
     draw = random.Random(seed)
     n, steps, first = 4, 12, draw.randrange(3)
-    kind = draw.choice(["rates", "pairs", "nodes"]) if seed > 2 else ["rates", "pairs", "nodes"][seed]
+    kind, name = ["rates", "pairs", "nodes"][seed % 3], ["hierarchical", "ring", "complete", "static-exp"][seed % 4]
     nodes = 2 if kind == "nodes" else n
     table = [[draw.uniform(0.2, 3) for _ in range(nodes)] for _ in range(nodes)]
     links = Links(table if kind == "pairs" else table[0], draw.choice([0.0, 5.0]))
@@ -210,12 +210,10 @@ def test_a_timeline_is_that_of_its_rules_worker_by_worker(seed):
     cluster = Cluster(n, Link(1), inside, n // nodes, 1 + (kind == "nodes"), links=links)
     compute = [[draw.uniform(0.02, 0.2) for _ in range(n)] for _ in range(first + steps)]
     outages = [(draw.randrange(n), at := draw.uniform(0, 2), at + draw.uniform(0, 0.6)) for _ in range(8)]
-    name = ["hierarchical", "ring", "complete", "one-peer-exp"][seed % 4]
     topology = df.topology(name, n, **({"local_world_size": 2} if name == "hierarchical" else {}))
-    if seed >= 4:
-        topology = df.topologies.every(2, topology)
+    topology = df.topologies.every(1 + seed % 2, topology)
     begins, delay, parts = draw.choice([0.0, 0.4, 1.0]), draw.choice([0, 0, 2]), draw.choice([1.0, 3.0])
-    sends = Exchange(topology, draw.uniform(1e6, 2e7), begins, delay, to_each=seed % 3 == 2, parts=parts)
+    sends = Exchange(topology, draw.uniform(1e6, 2e7), begins, delay, to_each=seed in (0, 2, 5, 6), parts=parts)
     line = df.clock(compute, cluster, outages=outages).timeline(sends, steps, first=first)
 
     now, free, arrived = [0.0] * n, [0.0] * n, [[0.0] * n] * delay
@@ -236,6 +234,15 @@ def test_a_timeline_is_that_of_its_rules_worker_by_worker(seed):
         now = [max(pair) for pair in zip(done, arrived.pop(0), strict=True)]
         np.testing.assert_allclose(line.end[k], now, rtol=1e-12)
         np.testing.assert_allclose(line.waited[k], np.subtract(now, done), atol=1e-12)
+
+
+def test_what_a_large_group_does_not_send_takes_no_time():
+    """Of more than 64 workers of one node, rows are sums of their messages, of which none leaves it."""
+    sends = Exchange(df.topology("complete", 65), 1e6, to_each=True)
+    ends = [
+        df.clock(0.1, Cluster(65, Link(1, latency_ms=ms), Link(10), 65)).timeline(sends, 2).end for ms in (0.1, 1e6)
+    ]
+    assert np.array_equal(*ends)
 
 
 @pytest.mark.parametrize(

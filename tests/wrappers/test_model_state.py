@@ -448,6 +448,19 @@ def test_uneven_shards_give_every_worker_a_full_batch_in_every_step():
         assert counts.sum() == 240 and counts.max() - counts.min() <= 1
 
 
+def test_a_fixed_part_is_read_in_another_order_each_time_and_by_each_worker():
+    read = df.data.fixed_shards([torch.arange(20)] * 2, batch_size=20, seed=1)
+    orders = [read.batch_at(t, worker).tolist() for t in range(3) for worker in range(2)]
+    assert len(set(map(tuple, orders))) == 6 and {tuple(sorted(order)) for order in orders} == {tuple(range(20))}
+
+
+def test_a_batch_of_indices_may_be_written_to():
+    for dealt in (df.data.shards(8, 1, 8), df.data.fixed_shards([torch.arange(8)], 8)):
+        before = dealt.batch_at(0, 0).clone()
+        dealt.batch_at(0, 0).zero_()
+        assert torch.equal(dealt.batch_at(0, 0), before)
+
+
 @pytest.mark.parametrize("alpha", [0.05, 1.0, 1000.0])
 def test_dirichlet_shards_are_a_partition_more_skewed_the_smaller_alpha(alpha):
     labels = torch.arange(1000) % 10
