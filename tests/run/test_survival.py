@@ -20,10 +20,11 @@ import torch
 
 import decentfn as df
 from decentfn.comm.collectives import Channels, Identity, World, use, world
+from decentfn.elastic.liveness import Liveness
 from decentfn.testing import on_ranks
 from decentfn.topologies.resized import enlarged, in_place
 from tests import chaos, losses
-from tests.ranks import free_port
+from tests.ranks import free_port, lose_patience
 from tests.run import survivors
 from tests.run.survivors import ALGORITHMS, F64, RATE, gradient, loss_fn, start_params
 
@@ -179,10 +180,13 @@ def test_records_after_a_loss_are_of_those_that_are_left_by_their_own_numbers_an
 
 
 class ForgottenSend:
-    """A group of gloo, of whose sums the one at `t` never ends, as when gloo loses a send with its connection."""
+    """A group of gloo, of whose sums the one at `t` never ends, as when gloo loses a send with its connection.
+
+    `waited`: the seconds of the waits for it that have ended.
+    """
 
     def __init__(self, group, t):
-        self._group, self._left = group, t
+        self._group, self._left, self.waited = group, t, []
 
     def __getattr__(self, name):
         return getattr(self._group, name)
@@ -192,7 +196,9 @@ class ForgottenSend:
         return self if self._left == -1 else work
 
     def wait(self, *timeout):
-        time.sleep(timeout[0].total_seconds() if timeout else 60)
+        seconds = timeout[0].total_seconds() if timeout else 60
+        time.sleep(seconds)
+        self.waited.append(seconds)
         raise RuntimeError("Operation timed out!")
 
 
@@ -213,21 +219,35 @@ def test_a_worker_whose_wait_does_not_end_hears_that_others_call_the_roll(where)
     assert all(group() is not None for group in groups)
 
 
+def test_in_a_later_generation_too_a_worker_hears_by_the_others_notes_where_it_reaches_nobody(monkeypatch):
+    """The address of whoever is lost is wrong for it, and gloo has forgotten its sum."""
+    monkeypatch.setattr(Liveness, "is_gone", lambda its, seat: not its.is_blind and its.probe(seat) == "gone")
+    monkeypatch.setattr(Liveness, "is_blind", False, raising=False)
+
+    def run(rank):
+        init, step = ALGORITHMS["gossip"](loss_fn, 4)
+        step = df.survive(losses.dying(step, 5, "after") if rank == 2 else step, patience=timedelta(seconds=60))
+        state, waited = init(start_params(rank, "gossip")), []
+        for t in range(STEPS):
+            if (rank, t) == (1, 2):
+                return leave(step)
+            if (rank, t) == (3, 5):
+                step.survivor._liveness.is_blind = True
+                world().channels.group = group = ForgottenSend(world().channels.group, 0)
+                waited = group.waited
+            try:
+                state, _ = step(state, gradient(rank, t), t)
+            except losses.Gone:
+                return leave(step)
+        return world().num_workers, world().hooks.changes, waited
+
+    assert on_ranks(4, run) == [(2, 2, []), None, None, (2, 2, [])]
+
+
 class HalfWay(ForgottenSend):
-    """A group whose messages never end once `ends` is False, as those that are half way when gloo loses their connection.
+    """A group whose messages never end once `ends` is False, as those that are half way when gloo loses their connection."""
 
-    `waited`: the seconds of the waits for them that have ended.
-    """
-
-    def __init__(self, group):
-        super().__init__(group, STEPS)
-        self.ends, self.waited = True, []
-
-    def wait(self, timeout):
-        try:
-            super().wait(timeout)
-        finally:
-            self.waited.append(timeout.total_seconds())
+    ends = True
 
     def _posted(self, post, *arguments):
         work = post(*arguments)
@@ -243,7 +263,7 @@ def test_a_worker_whose_messages_were_half_way_hears_of_the_loss_and_does_not_wa
 
     def train_on(rank):
         if rank == 1:
-            world().channels.group = group = HalfWay(world().channels.group)
+            world().channels.group = group = HalfWay(world().channels.group, STEPS)
         init, step = df.adapt_while_communicate(loss_fn, df.sgd(RATE), df.topology("base", 4), bucket_mb=64e-6)
         step = df.survive(step, patience=timedelta(seconds=60))
         state = init({"x": torch.zeros(64, dtype=F64), **{f"y{i}": torch.zeros(64) for i in range(buckets - 1)}})
@@ -260,6 +280,26 @@ def test_a_worker_whose_messages_were_half_way_hears_of_the_loss_and_does_not_wa
     first, *others = sorted(seen[0][1], reverse=True)
     assert [workers for workers, _ in seen] == [3] * 3
     assert first <= 1.0 and len(others) > buckets and max(others) <= 0.01, seen[0][1]
+
+
+def test_a_call_after_a_loss_connects_to_nobody_who_is_lost_meanwhile():
+    """It is the first one outside steps: gloo itself would wait for that process's address, until the timeout."""
+
+    def run(rank):
+        init, step = ALGORITHMS["gossip"](loss_fn, 4)
+        step, state = df.survive(step, patience=timedelta(seconds=60)), init(start_params(rank, "gossip"))
+        for t in range(5):
+            if (rank, t) in ((1, 2), (2, 4)):
+                return leave(step)
+            if t == 4:
+                lose_patience()
+                with pytest.raises(df.errors.PeerLost, match="exited"):  # no ExchangeTimeout
+                    df.consensus_mean(state)
+                lose_patience(timedelta(seconds=60))
+            state, _ = step(state, gradient(rank, t), t)
+        return world().num_workers
+
+    assert on_ranks(4, run) == [2, None, None, 2]
 
 
 @pytest.mark.parametrize(
