@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from contextlib import suppress
@@ -19,7 +20,7 @@ import pytest
 import torch
 
 import decentfn as df
-from decentfn.comm.collectives import Channels, Identity, World, use, world
+from decentfn.comm.collectives import Channels, Identity, World, gather_objects, use, world
 from decentfn.elastic.liveness import Liveness
 from decentfn.testing import on_ranks
 from decentfn.topologies.resized import enlarged, in_place
@@ -219,20 +220,23 @@ def test_a_worker_whose_wait_does_not_end_hears_that_others_call_the_roll(where)
     assert all(group() is not None for group in groups)
 
 
-def test_in_a_later_generation_too_a_worker_hears_by_the_others_notes_where_it_reaches_nobody(monkeypatch):
-    """The address of whoever is lost is wrong for it, and gloo has forgotten its sum."""
+@pytest.mark.parametrize(
+    ("n", "name", "at", "is_blind"), [(4, "gossip", 5, True), (4, "diloco", 3, True), (3, "diloco", 3, False)]
+)
+def test_in_a_later_generation_too_a_worker_whose_sum_is_forgotten_hears_of_a_loss(n, name, at, is_blind, monkeypatch):
+    """By the others' notes where it reaches nobody, of `diloco` only by that; by itself where it is the last one."""
     monkeypatch.setattr(Liveness, "is_gone", lambda its, seat: not its.is_blind and its.probe(seat) == "gone")
     monkeypatch.setattr(Liveness, "is_blind", False, raising=False)
 
     def run(rank):
-        init, step = ALGORITHMS["gossip"](loss_fn, 4)
-        step = df.survive(losses.dying(step, 5, "after") if rank == 2 else step, patience=timedelta(seconds=60))
-        state, waited = init(start_params(rank, "gossip")), []
+        init, step = ALGORITHMS[name](loss_fn, n)
+        step = df.survive(losses.dying(step, at, "after") if rank == 2 else step, patience=timedelta(seconds=60))
+        state, waited = init(start_params(rank, name)), []
         for t in range(STEPS):
             if (rank, t) == (1, 2):
                 return leave(step)
-            if (rank, t) == (3, 5):
-                step.survivor._liveness.is_blind = True
+            if (rank, t) == (n - 1 if is_blind else 0, at):
+                step.survivor._liveness.is_blind = is_blind
                 world().channels.group = group = ForgottenSend(world().channels.group, 0)
                 waited = group.waited
             try:
@@ -241,7 +245,39 @@ def test_in_a_later_generation_too_a_worker_hears_by_the_others_notes_where_it_r
                 return leave(step)
         return world().num_workers, world().hooks.changes, waited
 
-    assert on_ranks(4, run) == [(2, 2, []), None, None, (2, 2, [])]
+    assert [on for on in on_ranks(n, run) if on] == [(n - 2, 2, [])] * (n - 2)
+
+
+def test_what_waits_on_connections_of_its_own_ends_with_a_loss():
+    """As a checkpoint's thread, which the next call awaits; of worker 0, whose neighbors in gloo's ring are 1 and 3."""
+    done = threading.Event()
+
+    def run(rank):
+        init, step = ALGORITHMS["gossip"](loss_fn, 4)
+        step, state, ended = df.survive(step), init(start_params(rank, "gossip")), []
+        apart, timeout = world().apart(), world().channels.timeout
+        gather_objects(None, apart)  # connects it
+
+        def wait():
+            with pytest.raises(df.errors.RunError):
+                gather_objects(None, apart)
+            ended.append(True)
+
+        thread = threading.Thread(target=wait, daemon=True)
+        for t in range(4):
+            if (rank, t) == (2, 2):
+                return leave(step)
+            if (rank, t) == (0, 2):
+                thread.start()
+            state, _ = step(state, gradient(rank, t), t)
+        if rank == 0:
+            thread.join(60)
+            done.set()
+            assert ended
+        assert done.wait(120)  # else a world that is released would end the wait
+        return world().channels.timeout == timeout
+
+    assert on_ranks(4, run) == [True, True, None, True]
 
 
 class HalfWay(ForgottenSend):
