@@ -316,7 +316,10 @@ def test_on_a_column_stochastic_graph_averaging_would_drive_equal_buffers_apart(
 
 def consensus_on_this_rank():
     here = df.init()
-    buffers = {"mean": torch.tensor([float(here.rank), 1 / 3, float("-inf")]), "count": torch.tensor(7 + here.rank)}
+    buffers = {
+        "mean": torch.tensor([float(here.rank), 1 / 3, float("-inf"), -0.0]),
+        "count": torch.tensor(7 + here.rank),
+    }
     init, _ = df.adapt_then_combine(lambda p, b, x: (p, (b, None)), df.sgd(0.1), df.topology("complete", here.size))
     state = init(torch.ones(2), buffers)
     return df.consensus_buffers(state)
@@ -324,7 +327,8 @@ def consensus_on_this_rank():
 
 def test_consensus_buffers_are_the_same_on_every_rank_and_equal_ones_exact(ranks):
     for got in ranks(4).run(consensus_on_this_rank):
-        assert got["mean"].tolist() == [1.5, torch.tensor(1 / 3).item(), float("-inf")] and got["count"] == 7
+        assert got["mean"].tolist() == [1.5, torch.tensor(1 / 3).item(), float("-inf"), 0.0] and got["count"] == 7
+        assert got["mean"][3].signbit()
 
 
 def test_consensus_buffers_of_a_stacked_state():
