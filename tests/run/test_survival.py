@@ -251,6 +251,7 @@ def test_in_a_later_generation_too_a_worker_whose_sum_is_forgotten_hears_of_a_lo
     assert [on for on in on_ranks(n, run) if on] == [(n - 2, 2, [])] * (n - 2)
 
 
+@pytest.mark.thorough
 def test_what_waits_on_connections_of_its_own_ends_with_a_loss():
     """As a checkpoint's thread, which the next call awaits; of worker 0, whose neighbors in gloo's ring are 1 and 3."""
     done = threading.Event()
