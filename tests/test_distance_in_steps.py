@@ -49,3 +49,10 @@ def test_what_it_lacks_is_named():
         df.distance_in_steps(state, metrics, momentum=1.0)
     with pytest.raises(ValueError, match="pass learning_rate="):
         df.distance_in_steps(state, metrics._replace(learning_rate=None))
+
+
+@pytest.mark.parametrize("n", [3, 5, 7])
+def test_equal_workers_have_no_distance_though_their_mean_is_rounded(n):
+    init, _ = df.adapt_while_communicate(lambda p, x: p.sum(), df.sgd(0.1), df.topology("complete", n))
+    state = df.stack(init(torch.rand(1000, generator=torch.Generator().manual_seed(0))), n)
+    assert float(df.consensus_distance(state)) == 0 and not df.distance_to_consensus(state).any()

@@ -150,6 +150,17 @@ def test_a_donated_step_after_an_eager_one_overwrites_neither_the_batch_nor_an_o
     assert all(torch.equal(a, b) for a, b in zip(trees.leaves(first), trees.leaves(kept), strict=True))
 
 
+def test_a_pure_step_after_donated_ones_writes_over_nothing():
+    """Not over Adam's moments either, as donated steps do."""
+    init, step = df.all_reduce(lambda p, b: (p - b).square().mean(), df.adam(0.1), df.topology("complete", 1))
+    state, batch, donated = init(torch.ones(3)), torch.zeros(3), df.donate(step)
+    for t in range(2):
+        donated(state, batch, t)
+    kept = trees.map(torch.clone, state)
+    step(state, batch, 2)
+    assert all(map(torch.equal, trees.leaves(state), trees.leaves(kept)))
+
+
 @pytest.mark.parametrize("donating", [df.donate, lambda step: df.compile(step, backend="eager")])
 def test_a_copy_keeps_a_state_whose_outer_memory_a_pure_step_passed_on(donating):
     def loss_fn(params, batch):

@@ -130,9 +130,12 @@ def test_a_view_of_parameters_is_of_one_step_and_a_copy_stays():
     old, its = state.params[0].clone(), trees.map(torch.clone, copied)
     state, _ = step(state, batch(name, 1), 1)
     assert torch.equal(view, old) and not torch.equal(view, state.params[0])
+    views = [view, state.params[0].detach()]
     for t in range(2, 5):
         state, _ = step(state, batch(name, t), t)
+        views.append(state.params[0].detach())
     assert all(map(torch.equal, trees.leaves(copied), trees.leaves(its)))
+    assert len({x.data_ptr() for x in views}) == 2  # the spare and the old parameters change places
 
 
 def test_a_state_that_was_changed_between_steps_is_read_as_it_is():
@@ -141,14 +144,14 @@ def test_a_state_that_was_changed_between_steps_is_read_as_it_is():
     step, state = made(name)
     compiled = df.compile(step, backend="eager")
     _, mine = made(name)
-    for t in range(4):
+    for t in range(6):
         state, _ = step(state, batch(name, t), t)
         mine, _ = compiled(mine, batch(name, t), t)
         for x, y in zip(mine.params, state.params, strict=True):
             if t == 1:
                 x.mul_(0.5), y.mul_(0.5)
             if t == 2:
-                x.set_(x.clone())
+                x.set_(x * 0.5), y.mul_(0.5)
     assert_close(mine, state)
 
 

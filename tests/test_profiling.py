@@ -126,9 +126,17 @@ def test_of_four_the_slow_one_waits_least_also_in_means(name):
 
         init, step = WITH_MEANS[name](loss, 4)
         state, _ = step(init(torch.ones(5)), torch.zeros(5), 0)
+        since = time.monotonic()
         with df.profiling.communication() as counted:
             for t in range(1, 1 + steps):
                 state, _ = step(state, torch.zeros(5), t)
+        assert counted.seconds_waited <= time.monotonic() - since  # each second once, of several messages too
+        assert rank not in counted.peers
+        if "mean" in name:  # gloo's ring leads backward
+            to, of = (
+                {r for r, x in counted.peers.items() if getattr(x, f"bytes_{way}")} for way in ("sent", "received")
+            )
+            assert (to, of) == ({(rank - 1) % 4}, {(rank + 1) % 4})
         return counted.seconds_waited
 
     waits = on_ranks(4, train)

@@ -107,6 +107,20 @@ def test_a_message_wakes_the_thread_that_waits_for_its_letter_and_no_other(open_
     assert box._changed.wakes == 0  # nobody has settled
 
 
+def test_a_lost_rank_gets_no_mass_and_a_settling_does_not_wait_for_its_mail(open_box):
+    box, x, w = open_box(0), torch.ones(2), torch.ones((), dtype=torch.float64)
+    begins(N - 1)
+    assert box.offer(0, [x], [0.1] * (N - 1), 0.1) == [0] * (N - 1)  # no mass would stay
+    for letter in (box._in[0], *box._out.values()):
+        box._lose(letter, None)
+    assert box.offer(1, [x], [0.1] * (N - 1), 0.9) == [0] * (N - 1)
+    done = threading.Thread(target=box.take, args=(2, [x, w], {1: 3}), daemon=True)
+    done.start()
+    done.join(PATIENCE.total_seconds() / 2)
+    assert not done.is_alive()
+    box.close()
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_nobody_is_left_waiting(open_box, seed):
     """All mail is taken by a settling, as many messages as were sent, and each thread ends with its mailbox."""

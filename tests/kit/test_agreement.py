@@ -275,3 +275,11 @@ def test_one_rank_of_four_that_differs_is_named_with_the_field_and_both_values(r
                 said = rf"Rank {usual_rank} has ['\"]{usual_line}['\"], rank {culprit} has ['\"]{changed_line}['\"]; every rank"
                 assert re.search(said, message), (name, message)
                 assert (process, peer) == (rank, usual_rank if rank == culprit else culprit)
+
+
+def test_a_function_that_closes_over_itself_is_described():
+    def again(n):
+        return again(n - 1) if n else 0
+
+    again.__module__ = "decentfn.optim"
+    assert len(list(structure("optimizer", again))) == 2

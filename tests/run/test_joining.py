@@ -15,7 +15,7 @@ import decentfn as df
 from decentfn.comm.collectives import Channels, Identity, World, use, world
 from decentfn.core import trees
 from decentfn.elastic import survival
-from decentfn.elastic.generation import generation_of
+from decentfn.elastic.generation import Generation, Members, generation_of
 from decentfn.elastic.joining import await_admission, new_seat, open_run, wait_for_run
 from decentfn.elastic.liveness import Liveness
 from decentfn.testing import on_ranks
@@ -406,3 +406,7 @@ def test_a_worker_too_many_for_the_compiled_schedule_is_refused_and_the_others_g
         return df.adapt_then_combine(loss_fn, df.sgd(RATE), df.topology("complete", n))
 
     assert "cannot have 3 workers" in str(refusal(of_two, of_two))
+    here, two = World(Channels(Identity.of(0, 2))), Members(0, (0, 1), (0, 1))
+    generation = Generation(here, two, 0, HashStore())
+    generation.schedule(of_two(2).topology)
+    assert not generation.has_schedules(3) and not generation.next(two).has_schedules(3)  # before its first step

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import decentfn as df
+from decentfn.comm.collectives import world
 from decentfn.testing.ranks import on_kept_ranks
 
 try:
@@ -197,6 +198,7 @@ def test_a_value_in_place_of_what_a_report_reads_is_refused_and_under_another_na
         with pytest.raises(ValueError, match=r"record\(workers=0.8\): .* another name"):
             log.record(state, metrics, 0, workers=0.8)
         line = log.record(state, metrics, 0, share_of_workers=0.8, seconds=3.0)
-    assert df.logs.read(tmp_path / "log.jsonl") == [
+        assert len(world().counters) == 1  # a message is counted once, however many lines there are
+    assert not world().counters and df.logs.read(tmp_path / "log.jsonl") == [
         {"step": 0, **json.loads(json.dumps(line, default=torch.Tensor.tolist))}
     ]

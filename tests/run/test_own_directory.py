@@ -1,5 +1,7 @@
 """A run never deletes or mixes in checkpoints that it neither wrote nor restored."""
 
+import shutil
+
 import pytest
 import torch
 
@@ -55,6 +57,12 @@ def test_the_advice_works(another_runs):
         _, start, _, _ = df.checkpoint.restore(another_runs, _state())
         saver.save(_state(), start + 1)
     _train(another_runs.parent / "another", (100,))
+
+
+def test_a_run_whose_checkpoints_were_removed_begins_again(tmp_path):
+    _train(tmp_path / "run", (10,))
+    shutil.rmtree(tmp_path / "run")
+    _train(tmp_path / "run", (1,))
 
 
 def test_a_second_saver_of_the_same_process_goes_on(tmp_path):

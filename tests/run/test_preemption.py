@@ -35,6 +35,19 @@ def leaves(marker, cases):
     return results
 
 
+def test_a_handler_of_the_users_own_stays(tmp_path):
+    def mine(*_):
+        """Nothing."""
+
+    before = signal.signal(signal.SIGUSR1, mine)
+    try:
+        with df.preemption(tmp_path / "preempted"):
+            assert signal.getsignal(signal.SIGUSR1) is not mine
+        assert signal.getsignal(signal.SIGUSR1) is mine
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_all_processes_leave_after_the_same_step_whoever_is_told(ranks, tmp_path):
     cases = [(0, 100, 10), (1, 109, 10), (1, 123, 1), (0, 135, 7), (None, None, 3)]
     zero, one = ranks(2).run(leaves, tmp_path / "run" / "preempted", cases)

@@ -116,17 +116,25 @@ def test_ranks_of_unequal_world_sizes_are_told_to_compare_them(environment):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    code = "import decentfn as df\ntry: df.init(timeout=4)\nexcept df.errors.ExchangeTimeout as error: print(error)"
+    code = (
+        "import decentfn as df\nprint('imported', flush=True), input()\n"
+        "try: df.init(timeout=4)\nexcept df.errors.ExchangeTimeout as error: print(error)"
+    )
     common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", code],
             env=common | {"RANK": str(i), "WORLD_SIZE": str(2 + i)},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
         for i in range(2)
     ]
+    assert [rank.stdout.readline() for rank in ranks] == ["imported\n"] * 2  # before either waits for the other
+    for rank in ranks:
+        rank.stdin.write("\n")
+        rank.stdin.flush()
     said = [rank.communicate(timeout=240)[0] for rank in ranks]
     for i in range(2):
         assert f"WORLD_SIZE={2 + i} on rank {i}, and not all of these ranks answered" in said[i], said

@@ -65,6 +65,22 @@ class Counting:
         self.read = state["read"]
 
 
+class Late(Counting):
+    """Draws the seeds of its processes, each of which reads alone, with the first batch, as litdata's."""
+
+    num_workers = 2
+
+    def __len__(self):
+        return 5
+
+    def __iter__(self):
+        torch.rand(2)
+        while self.read < 5:
+            self.read += 1
+            yield torch.tensor([self.read])
+        self.read = 0
+
+
 class GoingOn(Counting):
     """Whose state at the end of an epoch is one before the next, and whose order is another in each epoch, as litdata's."""
 
@@ -177,6 +193,7 @@ LOADERS = {
     "shuffled, as accelerate's": Accelerates,
     "a stream": lambda: DataLoader(Stream(), 3),
     "its own state": Counting,
+    "its own state, seeds with the first batch": Late,
     "its own state, which goes on": GoingOn,
     "its own state, which ends": Ending,
     "its own state, which goes on, without a length": Restarting,

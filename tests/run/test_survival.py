@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from contextlib import suppress
@@ -19,11 +20,12 @@ import pytest
 import torch
 
 import decentfn as df
-from decentfn.comm.collectives import Channels, Identity, World, use, world
+from decentfn.comm.collectives import Channels, Identity, World, gather_objects, use, world
+from decentfn.elastic.liveness import Liveness
 from decentfn.testing import on_ranks
 from decentfn.topologies.resized import enlarged, in_place
 from tests import chaos, losses
-from tests.ranks import free_port
+from tests.ranks import free_port, lose_patience
 from tests.run import survivors
 from tests.run.survivors import ALGORITHMS, F64, RATE, gradient, loss_fn, start_params
 
@@ -137,7 +139,9 @@ def test_the_lowest_that_is_left_writes_the_log_on(at, when, tmp_path):
             except losses.Gone:
                 leave(step)
                 break
-            log.write({"rank": rank}, step=t)
+            line = {"rank": rank}
+            log.write(line, step=t)
+            line["rank"] = None  # a dict may be written to, and another lowest one writes what it was
             log.write({"again": t}, step=t)
         if world().hooks.changes:
             log.write({"result": rank})
@@ -151,6 +155,7 @@ def test_the_lowest_that_is_left_writes_the_log_on(at, when, tmp_path):
     assert [line["step"] for line in said[:-1:2]] == [*range(STEPS)]
     writers = [line["rank"] for line in said[:-1:2]]
     assert writers == sorted(writers) and writers[at:] == [1] * (STEPS - at)
+    assert writers[: max(0, at - 1)] == [0] * (at - 1)  # of the last step of worker 0, both have a line
 
 
 def test_records_after_a_loss_are_of_those_that_are_left_by_their_own_numbers_and_of_the_same_start(tmp_path):
@@ -179,10 +184,13 @@ def test_records_after_a_loss_are_of_those_that_are_left_by_their_own_numbers_an
 
 
 class ForgottenSend:
-    """A group of gloo, of whose sums the one at `t` never ends, as when gloo loses a send with its connection."""
+    """A group of gloo, of whose sums the one at `t` never ends, as when gloo loses a send with its connection.
+
+    `waited`: the seconds of the waits for it that have ended.
+    """
 
     def __init__(self, group, t):
-        self._group, self._left = group, t
+        self._group, self._left, self.waited = group, t, []
 
     def __getattr__(self, name):
         return getattr(self._group, name)
@@ -192,7 +200,9 @@ class ForgottenSend:
         return self if self._left == -1 else work
 
     def wait(self, *timeout):
-        time.sleep(timeout[0].total_seconds() if timeout else 60)
+        seconds = timeout[0].total_seconds() if timeout else 60
+        time.sleep(seconds)
+        self.waited.append(seconds)
         raise RuntimeError("Operation timed out!")
 
 
@@ -211,6 +221,67 @@ def test_a_worker_whose_wait_does_not_end_hears_that_others_call_the_roll(where)
     assert [its[-1][2] for its in seen[1:]] == [3, 3, 3] and len(seen[1]) == STEPS
     gc.collect()
     assert all(group() is not None for group in groups)
+
+
+@pytest.mark.parametrize(
+    ("n", "name", "at", "is_blind"), [(4, "gossip", 5, True), (4, "diloco", 3, True), (3, "diloco", 3, False)]
+)
+def test_in_a_later_generation_too_a_worker_whose_sum_is_forgotten_hears_of_a_loss(n, name, at, is_blind, monkeypatch):
+    """By the others' notes where it reaches nobody, of `diloco` only by that; by itself where it is the last one."""
+    monkeypatch.setattr(Liveness, "is_gone", lambda its, seat: not its.is_blind and its.probe(seat) == "gone")
+    monkeypatch.setattr(Liveness, "is_blind", False, raising=False)
+
+    def run(rank):
+        init, step = ALGORITHMS[name](loss_fn, n)
+        step = df.survive(losses.dying(step, at, "after") if rank == 2 else step, patience=timedelta(seconds=60))
+        state, waited = init(start_params(rank, name)), []
+        for t in range(STEPS):
+            if (rank, t) == (1, 2):
+                return leave(step)
+            if (rank, t) == (n - 1 if is_blind else 0, at):
+                step.survivor._liveness.is_blind = is_blind
+                world().channels.group = group = ForgottenSend(world().channels.group, 0)
+                waited = group.waited
+            try:
+                state, _ = step(state, gradient(rank, t), t)
+            except losses.Gone:
+                return leave(step)
+        return world().num_workers, world().hooks.changes, waited
+
+    assert [on for on in on_ranks(n, run) if on] == [(n - 2, 2, [])] * (n - 2)
+
+
+@pytest.mark.thorough
+def test_what_waits_on_connections_of_its_own_ends_with_a_loss():
+    """As a checkpoint's thread, which the next call awaits; of worker 0, whose neighbors in gloo's ring are 1 and 3."""
+    done = threading.Event()
+
+    def run(rank):
+        init, step = ALGORITHMS["gossip"](loss_fn, 4)
+        step, state, ended = df.survive(step), init(start_params(rank, "gossip")), []
+        apart, timeout = world().apart(), world().channels.timeout
+        gather_objects(None, apart)  # connects it
+
+        def wait():
+            with pytest.raises(df.errors.RunError):
+                gather_objects(None, apart)
+            ended.append(True)
+
+        thread = threading.Thread(target=wait, daemon=True)
+        for t in range(4):
+            if (rank, t) == (2, 2):
+                return leave(step)
+            if (rank, t) == (0, 2):
+                thread.start()
+            state, _ = step(state, gradient(rank, t), t)
+        if rank == 0:
+            thread.join(60)
+            done.set()
+            assert ended
+        assert done.wait(120)  # else a world that is released would end the wait
+        return world().channels.timeout == timeout
+
+    assert on_ranks(4, run) == [True, True, None, True]
 
 
 class HalfWay(ForgottenSend):
@@ -234,19 +305,41 @@ def test_a_worker_whose_messages_were_half_way_hears_of_the_loss_and_does_not_wa
         if rank == 1:
             world().channels.group = group = HalfWay(world().channels.group, STEPS)
         init, step = df.adapt_while_communicate(loss_fn, df.sgd(RATE), df.topology("base", 4), bucket_mb=64e-6)
-        step, began = df.survive(step, patience=timedelta(seconds=60)), 0.0
+        step = df.survive(step, patience=timedelta(seconds=60))
         state = init({"x": torch.zeros(64, dtype=F64), **{f"y{i}": torch.zeros(64) for i in range(buckets - 1)}})
         for t in range(STEPS):
-            began = began or t == 3 and time.monotonic()
             if rank == 0 and t == 3:
                 return leave(step)
             if rank == 1:
                 group.ends = t < 3
             state, _ = step(state, gradient(rank, t), t)
-        return world().num_workers, time.monotonic() - began
+        return world().num_workers, group.waited if rank == 1 else []
 
-    for workers, seconds in on_ranks(4, train_on)[1:]:
-        assert workers == 3 and seconds < 12
+    seen = on_ranks(4, train_on)[1:]
+    # One wait of a second is for all messages; the first one's, for the timeout, goes on in a thread.
+    first, *others = sorted(seen[0][1], reverse=True)
+    assert [workers for workers, _ in seen] == [3] * 3
+    assert first <= 1.0 and len(others) > buckets and max(others) <= 0.01, seen[0][1]
+
+
+def test_a_call_after_a_loss_connects_to_nobody_who_is_lost_meanwhile():
+    """It is the first one outside steps: gloo itself would wait for that process's address, until the timeout."""
+
+    def run(rank):
+        init, step = ALGORITHMS["gossip"](loss_fn, 4)
+        step, state = df.survive(step, patience=timedelta(seconds=60)), init(start_params(rank, "gossip"))
+        for t in range(5):
+            if (rank, t) in ((1, 2), (2, 4)):
+                return leave(step)
+            if t == 4:
+                lose_patience()
+                with pytest.raises(df.errors.PeerLost, match="exited"):  # no ExchangeTimeout
+                    df.consensus_mean(state)
+                lose_patience(timedelta(seconds=60))
+            state, _ = step(state, gradient(rank, t), t)
+        return world().num_workers
+
+    assert on_ranks(4, run) == [2, None, None, 2]
 
 
 @pytest.mark.parametrize(

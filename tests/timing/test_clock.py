@@ -149,6 +149,102 @@ def test_more_bandwidth_never_ends_later_and_nobody_waits_less_than_0(seed):
     assert all((faster <= slower + 1e-12).all() for slower, faster in pairwise(ends))
 
 
+def messages(topology, t, to_each):
+    """Sender, receiver, payloads, latencies and group of each message of a step; those of no group are one of their own."""
+    this = topology.round(t)
+    found = [(j, i, 1.0, 2.0, (i, j)) for i, its in enumerate(this.sources.tolist()) for j in its if j >= 0]
+    for group in set() if this.groups is None else set(this.groups[this.mean_weights != 0].tolist()):
+        ranks = (this.groups == group).nonzero()[:, 0].tolist()
+        r = len(ranks)
+        if to_each:
+            found += [(j, i, 1.0, 2.0, group) for j in ranks for i in ranks if i != j]
+        else:
+            found += [(ranks[k], ranks[k - 1], 2 * (r - 1) / r, 2 * r - 1.0, group) for k in range(r)]
+    return found
+
+
+def traveled(found, cluster, nbytes):
+    """Seconds of each message, all at once: the slower of both interfaces, which others use too, and of its link."""
+    rates, latency = (np.asarray(x, dtype=float) for x in (cluster.links.gbit_per_s, cluster.links.latency_ms))
+    rates, latency = rates * 0.93e9 / 8, np.broadcast_to(latency / 1e3, (cluster.nodes,) * 2)
+    node = [i // cluster.workers_per_node for i in range(cluster.num_workers)]
+    loads, ends = {}, []
+    for j, i, payloads, _, _ in found:
+        away = node[j] != node[i]
+        ways = ("out", "node", node[j]) if away else ("out", j), ("in", "node", node[i]) if away else ("in", i)
+        ends.append((payloads * nbytes / (1 if away else cluster.processes_per_worker), ways, away))
+        for way in ways:
+            loads[way] = loads.get(way, 0.0) + ends[-1][0]
+    seconds = []
+    for (j, i, _, rounds, _), (load, (out, into), away) in zip(found, ends, strict=True):
+        a, b = node[j], node[i]
+        if not away:
+            rate = cluster.inside.gbit_per_s * 0.93e9 / 8
+            takes, late = max(loads[out], loads[into]) / rate, cluster.inside.latency_ms / 1e3
+        elif rates.ndim == 2:
+            leaves, arrives = np.delete(rates[a], a).max(), np.delete(rates[:, b], b).max()
+            takes, late = max(loads[out] / leaves, loads[into] / arrives, load / rates[a, b]), latency[a, b]
+        else:
+            takes, late = max(loads[out] / rates[a], loads[into] / rates[b]), latency[a, b]
+        seconds.append(takes + rounds * late)
+    return seconds
+
+
+def worked(i, now, seconds, outages):
+    """When worker i is done with work that begins now, and that outages interrupt."""
+    for who, since, until in sorted(outages, key=lambda its: its[1]):
+        if who == i and now < until and now + seconds > since:
+            seconds, now = seconds - max(0.0, since - now), until
+    return now + seconds
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_timeline_is_that_of_its_rules_worker_by_worker(seed):
+    draw = random.Random(seed)
+    n, steps, first = 4, 12, draw.randrange(3)
+    kind, name = ["rates", "pairs", "nodes"][seed % 3], ["hierarchical", "ring", "complete", "static-exp"][seed % 4]
+    nodes = 2 if kind == "nodes" else n
+    table = [[draw.uniform(0.2, 3) for _ in range(nodes)] for _ in range(nodes)]
+    links = Links(table if kind == "pairs" else table[0], draw.choice([0.0, 5.0]))
+    inside = Link(4, latency_ms=1) if kind == "nodes" else None
+    cluster = Cluster(n, Link(1), inside, n // nodes, 1 + (kind == "nodes"), links=links)
+    compute = [[draw.uniform(0.02, 0.2) for _ in range(n)] for _ in range(first + steps)]
+    outages = [(draw.randrange(n), at := draw.uniform(0, 2), at + draw.uniform(0, 0.6)) for _ in range(8)]
+    topology = df.topology(name, n, **({"local_world_size": 2} if name == "hierarchical" else {}))
+    topology = df.topologies.every(1 + seed % 2, topology)
+    begins, delay, parts = draw.choice([0.0, 0.4, 1.0]), draw.choice([0, 0, 2]), draw.choice([1.0, 3.0])
+    sends = Exchange(topology, draw.uniform(1e6, 2e7), begins, delay, to_each=seed in (0, 2, 5, 6), parts=parts)
+    line = df.clock(compute, cluster, outages=outages).timeline(sends, steps, first=first)
+
+    now, free, arrived = [0.0] * n, [0.0] * n, [[0.0] * n] * delay
+    for k in range(steps):
+        np.testing.assert_allclose(line.start[k], now, rtol=1e-12)
+        work = compute[first + k]
+        done = [worked(i, now[i], work[i], outages) for i in range(n)]
+        ready = [max(worked(i, now[i], begins * work[i], outages), free[i]) for i in range(n)]
+        found = messages(topology, first + k, sends.to_each)
+        lasts, there = traveled(found, cluster, sends.nbytes), [0.0] * n
+        for j, i, _, _, group in found:
+            same = [m for m, one in enumerate(found) if one[4] == group]
+            begin, last = (max(max(at[found[m][0]], at[found[m][1]]) for m in same) for at in (ready, done))
+            longest = max(lasts[m] for m in same)
+            end = max(begin + longest, last + longest / parts) if parts > 1 else begin + longest
+            there[i], there[j] = max(there[i], end), max(there[j], end)
+        arrived, free = [*arrived, there], [max(pair) for pair in zip(free, there, strict=True)]
+        now = [max(pair) for pair in zip(done, arrived.pop(0), strict=True)]
+        np.testing.assert_allclose(line.end[k], now, rtol=1e-12)
+        np.testing.assert_allclose(line.waited[k], np.subtract(now, done), atol=1e-12)
+
+
+def test_what_a_large_group_does_not_send_takes_no_time():
+    """Of more than 64 workers of one node, rows are sums of their messages, of which none leaves it."""
+    sends = Exchange(df.topology("complete", 65), 1e6, to_each=True)
+    ends = [
+        df.clock(0.1, Cluster(65, Link(1, latency_ms=ms), Link(10), 65)).timeline(sends, 2).end for ms in (0.1, 1e6)
+    ]
+    assert np.array_equal(*ends)
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [

@@ -294,6 +294,28 @@ def after_a_restart(rank, folder, make, first, meeting):
     return settled, df.trace(), df.consensus_mean(df.ema_state(settled))
 
 
+def settled_again(rank, make):
+    init, step = built(make)
+    state, traces = init(starts()[rank]), []
+    for t in range(6):
+        state, _ = step(state, batch(rank, t), t)
+    for first, end in ((6, 6), (6, 6), (6, 10)):
+        for t in range(first, end if rank else first):
+            state, _ = step(state, batch(rank, t), t)
+        state = df.settle(state)
+        traces.append(df.trace())
+    return *traces, float(memory_of(state).weight)
+
+
+@pytest.mark.parametrize("make", MAKE)
+def test_the_trace_of_the_last_steps_stays_when_settled_ranks_settle_again(make):
+    """After steps of the others it is another one, in which worker 0 has none."""
+    first, again, last, weights = zip(*on_ranks(N, settled_again, make), strict=True)
+    assert first[0].num_steps == (6,) * N and set(first) == set(again) == {first[0]}
+    assert last[0].num_steps == (0, *[4] * (N - 1)) and last[0].first == (6,) * N
+    assert sum(weights) == pytest.approx(N, abs=1e-12)
+
+
 def going_back(rank, folder, settles):
     init, step = built(df.asynchronous_gradient_push)
     state = init(starts()[rank])

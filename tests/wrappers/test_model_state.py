@@ -316,7 +316,10 @@ def test_on_a_column_stochastic_graph_averaging_would_drive_equal_buffers_apart(
 
 def consensus_on_this_rank():
     here = df.init()
-    buffers = {"mean": torch.tensor([float(here.rank), 1 / 3, float("-inf")]), "count": torch.tensor(7 + here.rank)}
+    buffers = {
+        "mean": torch.tensor([float(here.rank), 1 / 3, float("-inf"), -0.0]),
+        "count": torch.tensor(7 + here.rank),
+    }
     init, _ = df.adapt_then_combine(lambda p, b, x: (p, (b, None)), df.sgd(0.1), df.topology("complete", here.size))
     state = init(torch.ones(2), buffers)
     return df.consensus_buffers(state)
@@ -324,7 +327,8 @@ def consensus_on_this_rank():
 
 def test_consensus_buffers_are_the_same_on_every_rank_and_equal_ones_exact(ranks):
     for got in ranks(4).run(consensus_on_this_rank):
-        assert got["mean"].tolist() == [1.5, torch.tensor(1 / 3).item(), float("-inf")] and got["count"] == 7
+        assert got["mean"].tolist() == [1.5, torch.tensor(1 / 3).item(), float("-inf"), 0.0] and got["count"] == 7
+        assert got["mean"][3].signbit()
 
 
 def test_consensus_buffers_of_a_stacked_state():
@@ -446,6 +450,19 @@ def test_uneven_shards_give_every_worker_a_full_batch_in_every_step():
         assert stream.shape == (240,)
         counts = torch.bincount(stream, minlength=100)[part]
         assert counts.sum() == 240 and counts.max() - counts.min() <= 1
+
+
+def test_a_fixed_part_is_read_in_another_order_each_time_and_by_each_worker():
+    read = df.data.fixed_shards([torch.arange(20)] * 2, batch_size=20, seed=1)
+    orders = [read.batch_at(t, worker).tolist() for t in range(3) for worker in range(2)]
+    assert len(set(map(tuple, orders))) == 6 and {tuple(sorted(order)) for order in orders} == {tuple(range(20))}
+
+
+def test_a_batch_of_indices_may_be_written_to():
+    for dealt in (df.data.shards(8, 1, 8), df.data.fixed_shards([torch.arange(8)], 8)):
+        before = dealt.batch_at(0, 0).clone()
+        dealt.batch_at(0, 0).zero_()
+        assert torch.equal(dealt.batch_at(0, 0), before)
 
 
 @pytest.mark.parametrize("alpha", [0.05, 1.0, 1000.0])

@@ -229,9 +229,10 @@ class Record:
 
     def __init__(self) -> None:
         self._since = time.monotonic()
-        self._begin(0)
+        self.begin(0)
 
-    def _begin(self, first: int) -> None:
+    def begin(self, first: int) -> None:
+        """Forget what was noted; the next step is the first."""
         self.first, self.is_settled = first, False
         self.gap: list[int] = []  # the first steps that were left out, from and to
         self.taken: list[list[tuple[int, int]]] = []
@@ -246,7 +247,7 @@ class Record:
             self.late[-1] = len(messages)
             return
         if self.is_over:
-            self._begin(step)
+            self.begin(step)
         if (due := self.first + len(self.sent)) < step:
             self.gap = self.gap or [due, step - 1]
         self.taken.append(messages)
@@ -258,10 +259,9 @@ class Record:
         return self.is_settled or not self.sent
 
     def settle(self, messages: list[tuple[int, int]]) -> None:
-        """Note what was taken after the last step."""
-        if self.is_settled:
-            self._begin(self.first + len(self.sent))
-        self.taken.append(messages)
+        """Note what was taken after the last step; if no rank has taken one since the last settling, it was nothing."""
+        if not self.is_settled:
+            self.taken.append(messages)
         self.is_settled = True
 
     def send(self, went: Iterable[bool]) -> None:
@@ -294,10 +294,12 @@ def require_mail(call: str, has: bool) -> None:
 
 def counts(box: Mailbox, x: Buckets, here: World) -> dict[int, int]:
     """Return how many messages each rank has sent to this one. Collective: no rank takes a step meanwhile."""
-    told = {str(peer): count for peer, count in box.sent_to.items()} if x in box.owners else None
+    told = [{str(peer): count for peer, count in box.sent_to.items()}, box.record.is_over] if x in box.owners else None
     sent = gather_objects(told, here)
     require_mail("settle(state)", None not in sent)
-    return {peer: sent[peer].get(str(box.rank), 0) for peer in box.taken_from}
+    if box.record.is_settled and not all(is_over for _, is_over in sent):  # others have taken steps since
+        box.record.begin(box.record.first + len(box.record.sent))
+    return {peer: sent[peer][0].get(str(box.rank), 0) for peer in box.taken_from}
 
 
 def _neighbors(topology: Topology, rank: int) -> tuple[list[int], list[int]]:

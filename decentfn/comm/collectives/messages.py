@@ -205,7 +205,7 @@ def reduce(here: World, call: Call, x: Tensor, own: Tensor | None, ranks: list[i
 
 def land(here: World, call: Call) -> bool:
     """Wait for all of a call and return True if it arrived; if not, this worker's own payload replaces each message."""
-    session, since, met = here.session, time.monotonic(), [here.identity.rank]
+    session, since, met = here.session, time.monotonic(), []
     on_gpu = bool(call.parts) and call.parts[0].tensor.device.type != "cpu"  # where only the stream waits
     with record_function(f"decentfn::wait {call.what} {call.index}"):
         one_by_one = len(call.works) == len(call.parts)  # else the backend has combined them
@@ -279,7 +279,7 @@ class Communication(Traffic):
     def add(self, here: Identity, ranks: Sequence[int], **numbers: float) -> None:
         """Add to the totals, to the class of this process's links to these ranks, and to the rank if it is one."""
         is_inside = all(map(here.is_inside, ranks))
-        one = [self.peers.setdefault(ranks[0], Traffic())] if len(ranks) == 1 and ranks[0] != here.rank else []
+        one = [self.peers.setdefault(ranks[0], Traffic())] if len(ranks) == 1 else []
         for traffic in (self, self.inside if is_inside else self.between, *one):
             for name, number in numbers.items():
                 setattr(traffic, name, getattr(traffic, name) + number)
