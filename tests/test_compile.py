@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -378,6 +379,7 @@ def test_a_step_guards_what_a_user_may_change_and_not_the_librarys_own_functions
         assert not [name for name in dropped if "context." in name or "_parameters" in name or "batch" in name]
         assert [name for name in kept if "context.resting" in name]
         assert [name for name in kept if name.endswith("._parameters['weight']")]
+    assert dynamo.are_needed([SimpleNamespace(name="G['__import_decentfn_of_a_user'].scale")]) == [True]
 
 
 def test_a_chunked_simulation_compiles_in_a_thread_in_which_nothing_has_run():

@@ -61,7 +61,7 @@ def guard_everything() -> None:
         _config.skip_nnmodule_hook_guards = _config.skip_no_tensor_aliasing_guards_on_parameters = False
 
 
-_OWN = ("G['__import_decentfn_", "G['__import_torch_dot_utils_dot__pytree']", "__import__('torch').utils._pytree.")
+_OWN = ("G['__import_decentfn_dot_", "G['__import_torch_dot_utils_dot__pytree']", "__import__('torch').utils._pytree.")
 
 
 def are_needed(guards: Sequence[Any]) -> list[bool]:
