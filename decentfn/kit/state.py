@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -120,7 +121,14 @@ class StateCheck:
         """Record the layout of a state from `init` as an expected one, and return the state."""
         if (layout := _layout(state)) not in self._layouts:
             self._layouts.append(layout)
+        if getattr(state.memory, "of_topology", False):
+            assert self._label
         return state
+
+    @cached_property
+    def _label(self) -> str:
+        """The topology's; made in `init`, because a traced step cannot read tables."""
+        return label(self._topology)
 
     def check(self, state: Any, batch: PyTree, t: Any) -> None:
         """Raise ValueError unless the state is as `init`, or else a start from it, lays it out."""
@@ -148,10 +156,10 @@ class StateCheck:
                 f"{CALL}: the state is another algorithm's, whose workers may differ, and this one never makes them equal; start from "
                 "their mean, init(df.consensus_mean(state))."
             )
-        if getattr(state.memory, "of_topology", False) and x.plan.topology not in (None, mine := label(self._topology)):
+        if getattr(state.memory, "of_topology", False) and x.plan.topology not in (None, self._label):
             fresh = zip(trees.leaves(state.memory), trees.leaves(restarted(state.memory, x)), strict=True)
             self._has_restarted |= all(functorch.are_equal(*both) for both in fresh)
-            rule = f"the memory has sums on topology {x.plan.topology}, and the step is of {mine}; "
+            rule = f"the memory has sums on topology {x.plan.topology}, and the step is of {self._label}; "
             require(self._has_restarted, CALL, f"{rule}df.with_params(state, df.params(state)) starts them again.")
         require_first(CALL, self._loss_fn, x, state.buffers, batch, as_step(t))
 

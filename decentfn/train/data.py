@@ -94,11 +94,12 @@ class BatchSampler(Sampler[list[int]]):
         """Return the step after the last batch given out, for torchdata's loader; another one may have read ahead."""
         return {"t": self._t}
 
-    def load_state_dict(self, state: Any) -> None:
-        """Begin at the step of the state, whatever `first_step` was."""
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Begin at the step of a state, whatever `first_step` was."""
         rule = "not the result of state_dict(); leave it out, and make a sampler with first_step=t."
-        require(isinstance(state, dict) and "t" in state, "batch_sampler(...).load_state_dict", rule, state=state)
-        self.first_step, self._t, self._is_read = state["t"], state["t"], False
+        is_one = isinstance(state_dict, dict) and "t" in state_dict
+        require(is_one, "batch_sampler(...).load_state_dict", rule, state_dict=state_dict)
+        self.first_step, self._t, self._is_read = state_dict["t"], state_dict["t"], False
 
     @property
     def batch_size(self) -> int:

@@ -57,7 +57,7 @@ def test_a_sampler_with_a_state_begins_at_its_step():  # as a stateful loader do
     resumed.load_state_dict(state)
     assert resumed.state_dict() == state and len(resumed) == 3
     assert list(resumed) == [SHARDS.batch_at(t, 1).tolist() for t in range(3, 6)]
-    with pytest.raises(ValueError, match=r"load_state_dict\(state=None\): not the result of state_dict\(\)"):
+    with pytest.raises(ValueError, match=r"load_state_dict\(state_dict=None\): not the result of state_dict\(\)"):
         resumed.load_state_dict(None)
 
 
