@@ -38,9 +38,8 @@ class Copies(TorchDispatchMode):
         self._patches = [mock.patch.object(Tensor, "pin_memory", lambda x: self._pin(x))]
         # PyTorch hides from modes that these copy a Python number to the device.
         self._patches += [mock.patch.object(torch, name, self._made(name)) for name in ("tensor", "as_tensor")]
-        torch.compile(torch.neg, backend="eager")(
-            torch.ones(1)
-        )  # Dynamo lists torch's functions once, not the patched ones
+        # Dynamo lists torch's functions once, and must not list the patched ones.
+        torch.compile(torch.neg, backend="eager")(torch.ones(1))
 
     def __enter__(self) -> Any:
         if not self.depth:

@@ -122,7 +122,7 @@ class StateCheck:
         if (layout := _layout(state)) not in self._layouts:
             self._layouts.append(layout)
         if getattr(state.memory, "of_topology", False):
-            assert self._label
+            _ = self._label
         return state
 
     @cached_property

@@ -162,7 +162,8 @@ def _predicted(
     exchange = max(between, inside) / every
     ends = [[float(timed.timeline(its, 1, first=t).end.max()) for t in steps] for its in sends]
     if len(sends) > 1:
-        ends[0] = [end - _hidden(timed, *sends, steps=steps) for end in ends[0]]
+        hidden = _hidden(timed, *sends, steps=steps)
+        ends[0] = [end - hidden for end in ends[0]]
     alone = fmean(max(of_step) for of_step in zip(*ends, strict=True))
     seconds = work.seconds + float(alone - work.seconds) / every
     is_hidden = exchange <= work.seconds * 1e-3 or seconds <= work.seconds * 1.001

@@ -123,9 +123,8 @@ class Epochs(Iterator[tuple[int, Any]]):
             return
         self._first = self._t
         log.warning(
-            "epochs: process %d of %d%s read these batches, and this is process %d of %d%s: epoch %d starts again, with t=%d",
-            *(part for one in (its, own) for part in (*one[:2], "".join(f" ({division})" for division in one[2:]))),
-            *(self._epoch, self._t),
+            "epochs: %s read these batches, and this is %s: epoch %d starts again, with t=%d",
+            *(*map(_described, (its, own)), self._epoch, self._t),
         )
 
     def _read(self) -> Iterator[tuple[int, Any]]:
@@ -196,3 +195,8 @@ class Epochs(Iterator[tuple[int, Any]]):
                 one.setstate(its)
             else:
                 one.bit_generator.state = its
+
+
+def _described(process: Sequence[Any]) -> str:
+    rank, size, *division = process
+    return f"process {rank} of {size}" + "".join(f" ({how})" for how in division)

@@ -101,9 +101,8 @@ def test_an_all_reduce_is_a_ring_of_ranks_and_a_better_order_of_nodes_is_told(se
     def ring(order):
         rates = [gbit[j, i] for i, j in zip(order, [*order[1:], order[0]], strict=True)]  # each sends to the one before
         first, all_ = (1.6 * 8 * mb / (0.93 * min(rates)) for mb in (2**20 / 1e6, MB))
-        return (
-            all_ + 9 * latency[0, 1] - min(first, 8 * latency[0, 1])
-        )  # the first bucket's bytes hide those of the rest
+        # The first bucket's bytes hide latencies of the rest.
+        return all_ + 9 * latency[0, 1] - min(first, 8 * latency[0, 1])
 
     def of_ddp(rates):
         found = df.plan(

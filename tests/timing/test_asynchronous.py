@@ -90,9 +90,8 @@ def test_mass_is_conserved_over_ten_thousand_events(dtype):
 @pytest.mark.parametrize(("slow", "gbit_per_s"), [(0.1, 10), (0.3, 10), (0.37, 0.001), (0.25, 1e99)])
 @pytest.mark.parametrize(("topology", "first"), [(ONE_PEER, 0), (df.topology("static-exp", N), 5)])
 def test_a_predicted_trace_runs_in_the_simulator_and_loses_no_mass(topology, first, slow, gbit_per_s):
-    is_free = (
-        gbit_per_s > 10
-    )  # messages take no time, so the last step of the slow one has taken some, and does not end
+    # If messages take no time, the last step of the slow one has taken some, and does not end.
+    is_free = gbit_per_s > 10
     fast, link = (0.125, Link(gbit_per_s, latency_ms=0)) if is_free else (0.1, Link(gbit_per_s))
     clock = df.clock([fast, fast, fast, slow], Cluster(N, link))
     trace = clock.timeline(Exchange(topology, 1e4, is_awaited=False), 40, first=first).trace

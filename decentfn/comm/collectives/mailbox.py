@@ -293,11 +293,14 @@ def require_mail(call: str, has: bool) -> None:
 
 
 def counts(box: Mailbox, x: Buckets, here: World) -> dict[int, int]:
-    """Return how many messages each rank has sent to this one. Collective: no rank takes a step meanwhile."""
+    """Return how many messages each rank has sent to this one. Collective: no rank takes a step meanwhile.
+
+    If others have taken steps since the last settling, the record begins again, also where this rank has taken none.
+    """
     told = [{str(peer): count for peer, count in box.sent_to.items()}, box.record.is_over] if x in box.owners else None
     sent = gather_objects(told, here)
     require_mail("settle(state)", None not in sent)
-    if box.record.is_settled and not all(is_over for _, is_over in sent):  # others have taken steps since
+    if box.record.is_settled and not all(is_over for _, is_over in sent):
         box.record.begin(box.record.first + len(box.record.sent))
     return {peer: sent[peer][0].get(str(box.rank), 0) for peer in box.taken_from}
 
