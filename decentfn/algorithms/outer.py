@@ -382,7 +382,7 @@ class Fragments(Means):
         each = list(zip([loose(f, plans) for f in self.split(pieces)], self.launches, strict=True))
         if e is None or sent is None or self.compressor is None:
             posted = [self._worker.post(fragment, t, schedule) for fragment, schedule in each]
-            waits = [functools.partial(gossip.collect, one) for one in posted]
+            waits = [functools.partial(gossip.collect_mean, one) for one in posted]
         else:
             several = [post_compressed(fragment, self.compressor, schedule, t) for fragment, schedule in each]
             left = kit.each(torch.sub, fed, self.join([q.sent for q in several], e.plan))

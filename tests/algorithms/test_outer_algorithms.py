@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
@@ -308,11 +308,13 @@ def test_one_inner_step_is_allowed(algorithm):
 sizes = {"n": st.integers(2, 7), "seed": st.integers(0, 10_000), "inner_steps": st.integers(2, 5)}
 
 
-@pytest.mark.parametrize("algorithm", [diloco, streaming_diloco], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("algorithm", [diloco, streaming_diloco, df.decoupled_diloco], ids=lambda f: f.__name__)
+@example(n=2, seed=2050, inner_steps=2)
 @given(**sizes)
 def test_outer_parameters_are_the_same_on_all_workers(algorithm, n, seed, inner_steps):
     p = from_one_start(problem(n, seed))
-    options = {"num_fragments": 2, "delay": seed % 2} if algorithm is streaming_diloco else {}
+    options = {} if algorithm is diloco else {"num_fragments": 2}
+    options |= {"delay": seed % 2} if algorithm is streaming_diloco else {}
     built = build(algorithm, p, static_ring(n), 0.01, inner_steps=inner_steps, **options)
     for state in states(built, p, steps=2 * inner_steps + 1):
         for slow in (flat(state.memory.phi), flat(state.memory.b)):

@@ -5,6 +5,7 @@ from decentfn.comm.gossip.plain import (
     Posted,
     arrived,
     collect,
+    collect_mean,
     difference,
     is_active,
     mean,

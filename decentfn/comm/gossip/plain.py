@@ -192,7 +192,12 @@ def mean(x: Buckets, everyone: Topology, t: Tensor, *, wire_dtype: torch.dtype |
 
     `everyone` is the complete topology; if it rests in this round, the result is Q(x).
     """
-    posted = with_flags(post(x, collectives.look_up(x[0], everyone, t), wire_dtype=wire_dtype))
+    return collect_mean(post(x, collectives.look_up(x[0], everyone, t), wire_dtype=wire_dtype))
+
+
+def collect_mean(posted: Posted, *, after: Iterable[Tensor] = ()) -> Buckets:
+    """Wait and return `mean`'s result, for what was posted on a complete topology; `after` as for `collect`."""
+    posted, x = with_flags(posted, after), posted.own
     triples = zip(range(len(x)), x, x.plan.buckets, strict=True)
     return Buckets([_weighted_sum(posted, i).to(plan.dtype).to(b.dtype) for i, b, plan in triples], x.plan)
 
