@@ -25,6 +25,19 @@ def put(named: Any, package: str, name: str, **options: Any) -> Any:
     return kind(package, name)(tensors(named), **options)
 
 
+class Wide(torch.nn.Module):
+    """Matrices of 4,096 elements or more, which optimizers of 8 bits quantize."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+        self.first = torch.nn.Parameter(torch.randn((8, 1024), generator=draw, dtype=dtype))
+        self.second = torch.nn.Parameter(torch.randn((1024, 4), generator=draw, dtype=dtype) / 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.first) @ self.second
+
+
 def simple(packages: str, what: str, module: str, name: str, *, net: Any = Net, dtype: Any = torch.float64, special: str = "", **options: Any) -> None:  # fmt: skip
     """A row of an optimizer that takes a list of parameters."""
 
@@ -49,11 +62,13 @@ simple("dadaptation", "`DAdaptSGD`", "dadaptation", "DAdaptSGD")
 simple("torch_optimizer", "`DiffGrad`", "torch_optimizer", "DiffGrad", lr=0.05)
 simple("torch_optimizer", "`Shampoo`", "torch_optimizer", "Shampoo", lr=0.05)
 simple("torch_optimizer", "`AdaMod`", "torch_optimizer", "AdaMod", lr=0.05)
-simple("torchao", "`AdamW8bit`", "torchao.optim", "AdamW8bit", dtype=F32, lr=0.05)
+simple("torchao", "`AdamW8bit`, small tensors in 32 bits", "torchao.optim", "AdamW8bit", dtype=F32, lr=0.05)
+simple("torchao", "`AdamW8bit`, tensors of 4,096 elements in 8 bits", "torchao.optim", "AdamW8bit", net=Wide, dtype=F32, special="bitsandbytes' `AdamW8bit`", lr=0.05)  # fmt: skip
 simple("bitsandbytes", "`AdamW8bit`, small tensors in 32 bits", "bitsandbytes.optim", "AdamW8bit", dtype=F32, lr=0.05)
 simple(
     "bitsandbytes", "`Lion8bit`, 8 bits for all", "bitsandbytes.optim", "Lion8bit", dtype=F32, lr=0.01, min_8bit_size=1
 )
+simple("bitsandbytes", "`AdamW8bit`, tensors of 4,096 elements in 8 bits", "bitsandbytes.optim", "AdamW8bit", net=Wide, dtype=F32, lr=0.05)  # fmt: skip
 simple("heavyball", "`AdamW`", "heavyball", "AdamW", dtype=F32, lr=0.05)
 simple("heavyball", "`SFAdamW`, schedule-free", "heavyball", "SFAdamW", dtype=F32, lr=0.05)
 simple("transformers", "`Adafactor` with a rate", "transformers.optimization", "Adafactor", dtype=F32, lr=0.05, relative_step=False, scale_parameter=False)  # fmt: skip
