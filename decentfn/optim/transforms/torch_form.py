@@ -187,7 +187,7 @@ class Form:
                 if value is not old.get(key) and key not in kinds and key != "lr" and changed(value, old.get(key)):
                     raise ValueError(
                         f"{CALL}: {type(optimizer).__name__} changed {key!r} of a group from {brief(old.get(key))} to "
-                        f"{brief(value)}, which {TRIALS} trial steps did not, so the state has no room for it; please report it."
+                        f"{brief(value)}, which {TRIALS} trial steps did not, so the state has no room for it. Use another one."
                     )
 
     def give(self, optimizer: Any, named: Named, state: TorchState, places: Places) -> None:
