@@ -313,9 +313,9 @@ sizes = {"n": st.integers(2, 7), "seed": st.integers(0, 10_000), "inner_steps": 
 @given(**sizes)
 def test_outer_parameters_are_the_same_on_all_workers(algorithm, n, seed, inner_steps):
     p = from_one_start(problem(n, seed))
-    options = {} if algorithm is diloco else {"num_fragments": 2}
-    options |= {"delay": seed % 2} if algorithm is streaming_diloco else {}
-    built = build(algorithm, p, static_ring(n), 0.01, inner_steps=inner_steps, **options)
+    fragments = {"num_fragments": 2}
+    options = {diloco: {}, streaming_diloco: fragments | {"delay": seed % 2}, df.decoupled_diloco: fragments}
+    built = build(algorithm, p, static_ring(n), 0.01, inner_steps=inner_steps, **options[algorithm])
     for state in states(built, p, steps=2 * inner_steps + 1):
         for slow in (flat(state.memory.phi), flat(state.memory.b)):
             np.testing.assert_array_equal(slow, np.repeat(slow[:1], n, 0))
