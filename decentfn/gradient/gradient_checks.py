@@ -75,6 +75,21 @@ def require_apart(call: str, tensors: Mapping[str, Tensor]) -> None:
         require(len(names) == 1 or (len(own) == len(names) and is_frozen), call, rule)
 
 
+def require_computed(call: str, network: nn.Module) -> None:
+    """Raise ValueError if plain attributes are views of trained parameters; spectral_norm makes its own in each call."""
+    trained = {p.untyped_storage().data_ptr() for p in network.parameters() if p.requires_grad} - {0}
+    views = {
+        name
+        for module in network.modules()
+        for name, held in vars(module).items()
+        if name not in ("_buffers", "_flat_weights") and f"{name}_orig" not in module._parameters
+        for x in contents(held)
+        if type(x) is Tensor and x.layout == torch.strided and x.untyped_storage().data_ptr() in trained
+    }
+    rule = f"the attributes {brief(sorted(views))} are views of trained parameters, and a state's would leave them behind; compute them in forward."
+    require(not views, call, rule)
+
+
 def copied(call: str, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Copy parameters and their Python attributes; raise ValueError if a trained one is of a class of its own."""
     own: dict[str, Tensor] = {}

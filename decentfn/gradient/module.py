@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from decentfn import sharded
 from decentfn.core import PyTree, brief, context, require, trees
-from decentfn.gradient.gradient_checks import copied, frozen_under, listed_parameters, require_apart
+from decentfn.gradient.gradient_checks import copied, frozen_under, listed_parameters, require_apart, require_computed
 from decentfn.gradient.loss import is_pair, watched
 from decentfn.gradient.parameter_swap import (
     Entry,
@@ -346,7 +346,7 @@ def functional(
 
     Raises:
         ValueError: both a criterion and `forward`; a lazy module that has not seen a batch; sparse buffers;
-            a trained parameter that shares its memory, as if tied by `.data`, or is of a class of its own, such as a point
+            a trained parameter that shares its memory, as if tied by `.data`, even with a plain attribute, or is of a class of its own, such as a point
             on a manifold; a criterion with parameters and a sharded module; when called, parameters that no optimizer trains; a module in DistributedDataParallel, or sharded over
             other processes than this worker's.
     """
@@ -380,6 +380,8 @@ def functional(
     rule = f"the buffers {brief(sparse)} are sparse, and a state holds dense tensors; keep them as plain attributes of the module,"
     require(not sparse, call, f"{rule} which all workers share.")
     require_apart(call, {name: sharded.local(x) for name, x in (*named, *named_buffers)})
+    if not is_sharded:
+        require_computed(call, network)
     own = copied(call, named)
     trainable = {name: own[name] for name, p in named if p.requires_grad}
     frozen = {name: own[name] for name in own if name not in trainable}

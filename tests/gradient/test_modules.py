@@ -286,6 +286,18 @@ def test_a_parameter_whose_copy_in_a_state_would_not_follow_another_one_is_refus
         df.functional(nn.Sequential(a, b), mse_loss)
 
 
+@pytest.mark.parametrize("view", [lambda w: w.t(), lambda w: w.data[:2], lambda w: [w.detach()]])
+def test_a_plain_attribute_that_is_a_view_of_a_trained_parameter_is_refused(view):
+    """A plain loop's updates would reach it: tied layers of an autoencoder are written so."""
+    net = nn.Linear(4, 4)
+    net.decoder = view(net.weight)
+    with pytest.raises(ValueError, match=r"the attributes \['decoder'\] are views of trained parameters.*in forward"):
+        df.functional(net, mse_loss)
+    net.weight.requires_grad_(False)
+    net.decoder = view(net.weight)
+    df.functional(net, mse_loss)
+
+
 @pytest.mark.parametrize("of", ["parameters", "buffers"])
 def test_a_part_of_another_tensor_is_refused_and_neighbors_in_one_memory_are_not(of):
     """As a fused projection has them, or two views of one table: a copy of the part would not follow the whole."""
