@@ -101,7 +101,7 @@ PYTHON = re.compile(
 )
 PRIVATE = {
     "gradient/backward.py": {"_is_view", "_version"},
-    "gradient/gradient_checks.py": {"_flat_weights", "_modules", "_parameters"},
+    "gradient/gradient_checks.py": {"_flat_weights", "_modules", "_orig", "_parameters"},
     "gradient/parameter_swap.py": {"_parameters"},
     "gradient/module.py": {"_backward_hooks", "_parameters", "_post_accumulate_grad_hooks"},
     "optim/transforms/torch_form.py": {"_allgather_base_", "_reduce_scatter_base_", "_version"},

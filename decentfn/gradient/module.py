@@ -346,9 +346,9 @@ def functional(
 
     Raises:
         ValueError: both a criterion and `forward`; a lazy module that has not seen a batch; sparse buffers;
-            a trained parameter that shares its memory, as if tied by `.data`, even with a plain attribute, or is of a class of its own, such as a point
-            on a manifold; a criterion with parameters and a sharded module; when called, parameters that no optimizer trains; a module in DistributedDataParallel, or sharded over
-            other processes than this worker's.
+            a trained parameter that shares its memory, as if tied by `.data`, even with a plain attribute, or is of a class of its own,
+            such as a point on a manifold; a criterion with parameters and a sharded module; when called, parameters that no optimizer
+            trains; a module in DistributedDataParallel, or sharded over other processes than this worker's.
     """
     require(isinstance(module, nn.Module), "functional", "expected an nn.Module.", module=module)
     rule = "expected a function (output, *targets) -> loss: nn.functional.mse_loss, or the object nn.MSELoss()."
