@@ -198,6 +198,12 @@ def test_a_decision_says_whether_one_of_its_workers_has_ended_the_step_before():
         assert act(notes[0], (0, 1), notes, None, (), is_over=False) == Decision((0, 1), 3, repeats)
 
 
+@pytest.mark.parametrize("step", [2, 4])
+def test_who_is_left_out_has_no_say_in_the_step_of_the_others(step):
+    notes = [Note(0, 3, (0, 1)), Note(1, 3, (0, 1)), Note(2, step, (2,), repeats=True)]
+    assert act(notes[0], range(3), notes, None, (), is_over=False) == Decision((0, 1), 3)
+
+
 def test_the_exploration_finds_what_a_weaker_protocol_allows():
     case = {"steps": 2, "deaths": 0, "timeouts": 1}
     with pytest.raises(AssertionError, match="the others' run continues as well|at most one step"):
