@@ -14,6 +14,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
@@ -29,6 +30,8 @@ _kept: dict[tuple[int, float], list[World]] = {}
 
 def on_ranks(num_ranks: int, function: Callable[..., T], *arguments: Any, timeout: timedelta = _TIMEOUT) -> list[T]:
     """Run `function(rank, *arguments)` on all ranks at once and return the results by rank.
+
+    Threads share torch's generators: a loss that draws (dropout) draws other numbers in each call. In processes it does not.
 
     Args:
         num_ranks: number of threads, each with its own gloo group.
@@ -70,7 +73,7 @@ def _run(worlds: list[World], function: Callable[..., T], *arguments: Any) -> li
         with use(worlds[rank]):
             return function(rank, *arguments)
 
-    with ThreadPoolExecutor(len(worlds)) as threads:
+    with torch.random.fork_rng(devices=[]), ThreadPoolExecutor(len(worlds)) as threads:
         ranks = [threads.submit(run, rank) for rank in range(len(worlds))]
         for rank in as_completed(ranks):  # the first error is the cause of the others
             rank.result()

@@ -75,6 +75,7 @@ def mix_state(algorithm: Algorithm, schedules: Mapping[str, Topology]) -> Algori
         posted: list[gossip.Posted | None] = []
         for path, node in _parts(state.local.opt):
             its = next((schedule for name, schedule in schedules.items() if _is_named(path, name)), None)
+            its = its if len(node) else None  # a group of the optimizer may have no parameters
             posted.append(its and gossip.post(node, collectives.look_up(node[0], its, t)))
         mixed = iter(posted)
 

@@ -87,3 +87,19 @@ def test_ranks_compute_what_the_simulator_does(around):
         torch.testing.assert_close(away, distance, atol=1e-5, rtol=1e-5)
     changed = df.with_params(df.worker(state, 0), trees.map(torch.conj, start()))
     assert torch.equal(df.params(changed)["phase"], start()["phase"].conj())
+
+
+@WAYS
+@pytest.mark.parametrize(
+    "optimizer", [df.sgd(0.1), df.from_torch(lambda named: torch.optim.SGD([p for _, p in named], lr=0.1))]
+)
+def test_a_complex_leaf_without_elements_in_its_own_bucket_is_simulated(around, optimizer):
+    params = {"none": torch.ones(3, 0, dtype=torch.complex64), "some": torch.ones(2, dtype=torch.complex64)}
+
+    def distances(params, batch):
+        return sum((x - batch).abs().square().sum() for x in params.values())
+
+    init, step = df.adapt_then_combine(around(distances), optimizer, df.topology("ring", 2), bucket_mb=1e-5)
+    state, _ = df.simulate(step, 2)(df.stack(init(params), 2), torch.zeros(2, 1), 0)
+    torch.testing.assert_close(df.params(state)["some"], torch.full((2, 2), 0.8 + 0j))
+    assert df.params(state)["none"].shape == (2, 3, 0)

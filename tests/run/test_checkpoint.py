@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import decentfn as df
+from decentfn.comm.fingerprint import as_bytes
 from decentfn.core import trees
 from decentfn.core.buckets import Buckets
 from decentfn.testing import problem
@@ -52,8 +53,7 @@ def assert_same(got, expected):
     assert got.keys() == expected.keys()
     for name, x in expected.items():
         assert got[name].dtype == x.dtype and got[name].shape == x.shape, name
-        same_bits = got[name].contiguous().view(-1).view(torch.uint8) == x.contiguous().view(-1).view(torch.uint8)
-        assert bool(same_bits.all()), name
+        assert torch.equal(as_bytes(got[name]), as_bytes(x)), name
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -298,6 +298,23 @@ def test_keys_that_make_one_name_are_refused(tmp_path):
     init, _ = df.adapt_then_combine(loss, df.sgd(0.1), df.topology("complete", 1))
     with pytest.raises(ValueError, match="two leaves of the state are called 'params/a.b'"):
         df.checkpoint.save(tmp_path, init({"a.b": torch.zeros(1), "a": {"b": torch.ones(2)}}), 0)
+
+
+def test_a_single_element_of_any_stride_is_trained_saved_and_restored(tmp_path):
+    """A column of one row counts as contiguous; push-sum's weight of one simulated worker is one."""
+    column = torch.arange(7.0).view(1, 7)[:, 3]
+    init, step = df.stochastic_gradient_push(
+        lambda x, b, batch: ((x - batch).sum(), (b, None)), df.sgd(0.1), df.topology("one-peer-exp-directed", 1)
+    )
+    state, step = df.stack(init(column, column), 1), df.simulate(step, 1)
+    state, _ = step(state, torch.zeros(1), 0)
+    df.checkpoint.save(tmp_path, state, 1, extra=column)
+    restored = df.checkpoint.restore(tmp_path, df.stack(init(column, column), 1))
+    assert_same(restored.state, state)
+    assert torch.equal(restored.extra, column)
+    net = nn.Linear(2, 1)
+    net.register_buffer("column", column)
+    assert torch.equal(df.functional(net, nn.functional.mse_loss)[1]["column"], column)
 
 
 def test_numbers_from_torchs_generator_go_on(tmp_path):

@@ -155,6 +155,13 @@ def test_ranks_are_real_and_their_errors_come_out():
         testing.on_ranks(mean_rank, 2)
 
 
+def test_ranks_leave_torchs_generator_as_it_was():
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    testing.on_ranks(2, lambda rank: torch.manual_seed(rank))
+    assert torch.initial_seed() == 3 and torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_transform_that_keeps_python_state_is_found():
     counts = []
 

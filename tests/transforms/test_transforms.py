@@ -9,6 +9,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.func import vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import decentfn as df
 from decentfn.core import trees
 from decentfn.core.buckets import Buckets, flatten
 from decentfn.optim import schedules, transforms
@@ -448,3 +449,19 @@ def test_a_frozen_group_stays_whatever_its_gradient_is():
     updates, _ = transform.update(grads, transform.init(x), x)
     expected = {"bias": torch.zeros(2), "weight": torch.full((2,), -0.1)}
     assert all(torch.equal(leaf, expected[name]) for name, leaf in updates.tree().items())
+
+
+def test_lamb_updates_simulated_workers_beside_a_leaf_without_elements_in_its_own_bucket():
+    params = {"none": torch.ones(0), "some": torch.ones(2)}
+
+    def loss_fn(params, batch):
+        return sum(((x - batch) ** 2).sum() for x in params.values())
+
+    ends = []
+    for bucket_mb in (25.0, 1e-5):
+        init, step = df.adapt_then_combine(
+            df.autograd(loss_fn), df.transforms.lamb(0.1), df.topology("ring", 2), bucket_mb=bucket_mb
+        )
+        state, _ = df.simulate(step, 2)(df.stack(init(params), 2), torch.zeros(2, 1), 0)
+        ends.append(df.params(state))
+    torch.testing.assert_close(ends[1], ends[0], rtol=0, atol=0)

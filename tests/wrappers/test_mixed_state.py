@@ -117,3 +117,12 @@ def test_what_cannot_be_mixed_is_refused():
         df.mix_state(algorithm, {"mu": df.topology("complete", 5)})
     with pytest.raises(ValueError, match=r"mix_state\(.*pass schedules by name"):
         df.mix_state(algorithm, {})
+
+
+def test_a_group_of_an_optimizer_without_parameters_has_nothing_to_mix():
+    groups = {"all": df.sgd(0.1, momentum=0.9), "none": df.sgd(0.2, momentum=0.9)}
+    optimizer = df.transforms.partition(groups, lambda name, shape: "all")
+    algorithm = df.adapt_then_combine(lambda x, b: ((x - b) ** 2).sum(), optimizer, df.topology("complete", 2))
+    init, step = df.mix_state(algorithm, {"momentum": df.topology("complete", 2)})
+    state, _ = df.simulate(step, 2)(df.stack(init(torch.ones(2)), 2), torch.tensor([[0.0], [1.0]]), 0)
+    torch.testing.assert_close(state.local.opt[0][0].momentum[0], torch.ones(2, 2))

@@ -70,6 +70,8 @@ class Segment:
     def leaf(self, numbers: Tensor) -> Tensor:
         """Return the leaf, `[*workers, *shape]`, as a view of its elements `[*workers, numel]`."""
         shape = self.shape if numbers.dim() == 1 else (*numbers.shape[:-1], *self.shape)
+        if self.is_complex and not self.numel:
+            numbers = torch.empty_like(numbers)  # a view of no elements may begin where no complex number can
         return torch.view_as_complex(numbers.view((*shape, 2))) if self.is_complex else numbers.view(shape)
 
 
@@ -176,7 +178,9 @@ class Plan:
         vectors, first = [], 0
         for bucket in self.buckets:
             segments = range(first, first + len(bucket.segments))
-            vectors.append(torch.cat([elements(leaf[k], workers) for k in segments], dim=-1))
+            parts = [elements(leaf[k], workers) for k in segments]
+            # Under vmap, the cat of empty vectors has no workers.
+            vectors.append(torch.cat(parts, dim=-1) if bucket.numel else parts[0].clone())
             first = segments.stop
         return vectors
 

@@ -166,7 +166,8 @@ def bytes_of(x: Tensor) -> Iterator[memoryview]:
     if not x.numel():
         return
     if x.is_contiguous():
-        yield x.detach().view(-1).view(torch.uint8).numpy().data
+        # One element may have any stride.
+        yield x.detach().as_strided((x.numel(),), (1,)).view(torch.uint8).numpy().data
     else:
         for row in x:
             yield from bytes_of(row)
