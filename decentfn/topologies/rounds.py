@@ -300,6 +300,7 @@ def _check_ones(name: str, sums: Tensor, kind: str, way_out: str) -> None:
     wrong = _wrong(sums)
     if wrong.any():
         p, i = wrong.nonzero()[0].tolist()
+        way_out = "it was rounded: compute the weights in float64" if (sums - 1).abs().max() < 1e-5 else way_out
         raise ValueError(f"{name}: {kind} {i} of phase {p} sums to {sums[p, i].item():.15g}, not 1 (1e-12); {way_out}.")
 
 
