@@ -143,6 +143,12 @@ def test_runs_are_not_taken_for_workers():
     states = df.stack_runs([df.stack(init(start), N) for start in starts])
     for read in (df.consensus_mean, df.consensus_distance, df.distance_to_consensus):
         assert trees.leaves(read(df.worker(states, 1)))[0].dim() < 3
+    for read in (
+        *(df.consensus_mean, df.consensus_distance, df.distance_to_consensus, df.check_replicas, df.consensus_buffers),
+        lambda states: df.mean(states, {"loss": torch.rand(R, N)}),
+        lambda states: df.resize(states, CASES["adapt_while_communicate"](1.0)),
+        lambda states: df.evaluate_replicas(lambda params, batch: params["w"].mean(), states, [torch.ones(2)]),
+    ):
         with pytest.raises(ValueError, match=r"several runs \(df.sweep\); take one of them, df.worker\(states, r\)"):
             read(states)
     assert df.params(states)["w"].shape == (R, N, D)

@@ -50,7 +50,7 @@ def plan(
     model: int | nn.Module,
     *,
     compute_seconds: float,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     wire_dtype: torch.dtype | None = None,
     sent: float = 1.0,
     inner_steps: int = 64,
@@ -66,10 +66,11 @@ def plan(
 
     Args:
         cluster: the workers and their links.
-        model: the number of parameters, or a module.
+        model: the number of trained parameters, or a module; of frozen ones it counts
+            nothing: they are not sent, and `memory` and `checkpoint` are without them.
         compute_seconds: forward and backward pass and update of one worker, measured without messages between workers (of a
             sharded worker, with its gathers), > 0.
-        dtype: of the parameters.
+        dtype: of the parameters; None: the module's own, or float32.
         wire_dtype: of a message that is not compressed; None: `dtype`.
         sent: share of the parameters' bytes that a compressor sends, in (0, 1]; 0.02 for `top_k(0.01)`, whose places
             take as many bytes as its float32 values.
@@ -87,8 +88,11 @@ def plan(
     """
     rule = "a df.planning.Cluster; df.planning.Cluster.measured(path) reads the file of `decentfn links`."
     require(isinstance(cluster, Cluster), "plan", rule, cluster=cluster)
+    nbytes = (dtype or torch.float32).itemsize
     if isinstance(model, nn.Module):
-        model = sum(p.numel() for p in model.parameters())
+        trained = [p for p in model.parameters() if p.requires_grad]
+        model = sum(p.numel() for p in trained)
+        nbytes = nbytes if dtype else sum(p.numel() * p.itemsize for p in trained) / max(1, model)
     parameters = at_least("plan", "model", model, 1)
     require(parameters <= _MOST_PARAMETERS, "plan", "at most 10^18 parameters.", model=model)
     rule = "steps between two averages, at least 1."
@@ -99,7 +103,7 @@ def plan(
         rule = f"a df.Topology of {cluster.num_workers} workers, as the cluster has."
         is_one = isinstance(made, Topology) and made.num_workers == cluster.num_workers
         require(is_one, "plan", rule, topologies=made)
-    work = Work(parameters, compute_seconds, dtype.itemsize, (wire_dtype or dtype).itemsize)
+    work = Work(parameters, compute_seconds, nbytes, wire_dtype.itemsize if wire_dtype else nbytes)
     schedules = cache(partial(_certified, topologies))
     rows = _ranked(work, cluster, sent, inner_steps, schedules)
     best, schedule = _best(rows)

@@ -28,7 +28,7 @@ class Exchange:
     """Messages of an algorithm's steps.
 
     Args:
-        topology: its schedule: `complete` for an all-reduce, `df.topologies.every(H, complete)` for DiLoCo.
+        topology: its schedule: `complete` for an all-reduce, `later(H - 1, every(H, complete))` of `df.topologies` for DiLoCo.
         nbytes: bytes of a worker's payload, >= 0.
         begins: share of a step's computation after which the messages leave, in [0, 1]: 0 if parameters travel during the
             computation, 1 if the update is sent.

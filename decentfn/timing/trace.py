@@ -197,7 +197,8 @@ class Replay:
         if trace.topology != (name := schedule_name(topology)):
             raise ValueError(
                 f"{call}: a trace of {trace.num_workers} workers on the schedule {trace.topology!r}, but the algorithm's is {name!r} of "
-                f"{topology.num_workers} (a name and a digest of its rounds); replay it with the algorithm that it was recorded with."
+                f"{topology.num_workers} (a name and a digest of its rounds); replay it with the algorithm that it was recorded with; "
+                "a clock's trace is of Exchange(algorithm.topology, ...)."
             )
         self.trace, self.topology = trace, topology
         self.owners = WeakSet[Any]()

@@ -65,7 +65,7 @@ class Topology:
     name: str
     num_workers: int
     sources: Tensor
-    """`[P, N, K]` int64: the worker that i receives from in slot k of phase p; i itself if the slot is idle."""
+    """`[P, N, K]` int64: the worker that i receives from in slot k of phase p; i itself, or any with weight 0, if it is idle."""
     weights: Tensor
     """`[P, N, K+1]` float64: self-weight first, then one per slot."""
     groups: Tensor | None = None
@@ -110,7 +110,10 @@ class Topology:
     _rows: Callable[[int, torch.device], Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        told = (inverse(self.sources) != torch.arange(self.num_workers)[:, None]).sum(-1)
+        hears = (self.sources != torch.arange(self.num_workers)[:, None]) & (self.weights[..., 1:] != 0)
+        told = self.weights.new_zeros(hears.shape[:2]).scatter_add(
+            1, self.sources.flatten(1), hears.flatten(1).to(self.weights)
+        )
         slots = self.sources.shape[2]
         computed = {
             "degree": slots if self.draw else int(told.max()),
@@ -173,7 +176,9 @@ class Topology:
     def _make_round(self, key: int) -> Round:
         if self.draw is not None:
             return self.draw(torch.tensor(key))
-        sources, destinations = silenced(self.sources[key]), silenced(inverse(self.sources[key]))
+        sources, unheard = self.sources[key], self.weights[key, :, 1:] == 0  # what completes a permutation is not sent
+        destinations = silenced(inverse(sources)).masked_fill(unheard.gather(0, inverse(sources)), -1)
+        sources = silenced(sources).masked_fill(unheard, -1)
         groups = None if self.groups is None else self.groups[key]
         mean_weights = None if self.mean_weights is None else self.mean_weights[key]
         is_active = self.active is None or bool(self.active[key])
@@ -300,6 +305,7 @@ def _check_ones(name: str, sums: Tensor, kind: str, way_out: str) -> None:
     wrong = _wrong(sums)
     if wrong.any():
         p, i = wrong.nonzero()[0].tolist()
+        way_out = "it was rounded: compute the weights in float64" if (sums - 1).abs().max() < 1e-5 else way_out
         raise ValueError(f"{name}: {kind} {i} of phase {p} sums to {sums[p, i].item():.15g}, not 1 (1e-12); {way_out}.")
 
 

@@ -65,9 +65,9 @@ def to_evaluate(state: Any, *, back: bool = False) -> Buckets:
     return Buckets(new.values(), x.plan)
 
 
-def is_stacked(state: Any) -> bool:
+def is_stacked(state: Any, *, of_runs: bool = False) -> bool:
     """Return True if the state has a leading axis of workers (buckets of one worker are vectors)."""
-    return buckets_of(state, of_runs=True)[0].dim() == 2
+    return buckets_of(state, of_runs=of_runs)[0].dim() == 2
 
 
 def require_sharded_alike(call: str, plan: Plan, *, is_sharded: bool) -> None:

@@ -78,6 +78,27 @@ def test_bytes_by_class_of_link_are_those_of_the_plan(name, monkeypatch):
     assert table.splitlines()[3].split()[-1] == f"{busier:.4g}"
 
 
+def test_ranks_send_the_bytes_of_a_modules_trained_parameters_in_their_dtypes():
+    made = df.topology("base", 4)
+    module = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.Linear(40, 3).double(), torch.nn.LayerNorm(5).half())
+    module[0].requires_grad_(False)
+
+    def bytes_sent(rank):
+        params, buffers, loss_fn = df.functional(module, forward=lambda module, batch: module[1](batch).sum())
+        init, step = df.adapt_then_combine(loss_fn, df.sgd(0.1), made)
+        state = init(params, buffers)
+        with df.profiling.communication() as counted:
+            for t in range(made.period):
+                state, _ = step(state, torch.ones(2, 40).double(), t)
+        return counted.bytes_sent / made.period
+
+    cluster, sent = Cluster(4, Link(1)), set(on_ranks(4, bytes_sent))
+    planned = of(df.plan(cluster, module, compute_seconds=1, topologies=[made]), "adapt_while_communicate")
+    assert sent == {planned.between} == {(40 * 3 + 3) * 8 + 10 * 2}
+    narrow = df.plan(cluster, module, compute_seconds=1, dtype=torch.bfloat16, topologies=[made])
+    assert of(narrow, "adapt_while_communicate").between == (40 * 3 + 3 + 10) * 2
+
+
 def test_compressing_ranks_send_the_bytes_of_the_plan():
     made, numel = df.topology("complete", 3), 1200
     compressor, sent = df.compressors.top_k(0.25), 0.25 * (4 + 2) / 4  # float32 values, and places below 2^16

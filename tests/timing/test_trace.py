@@ -76,3 +76,12 @@ def test_a_trace_of_another_schedule_is_refused():
         Replay("here", trace(), df.topologies.static_ring(4))
     with pytest.raises(ValueError, match="digest"):
         Replay("here", trace(), df.topologies.static_ring(3))
+
+
+def test_a_clocks_trace_is_replayed_if_its_exchange_has_the_algorithms_topology():
+    ring, clock = df.topologies.static_ring(3), df.clock(0.1, df.planning.Cluster(3, df.planning.Link(1)))
+    algorithm = df.asynchronous_diloco(lambda x, batch: (x * batch).sum(), df.sgd(0.1), ring, inner_steps=3)
+    of = {its: df.timing.Exchange(its, 8.0, is_awaited=False) for its in (ring, algorithm.topology)}
+    Replay("here", clock.timeline(of[algorithm.topology], 4).trace, algorithm.topology)
+    with pytest.raises(ValueError, match=r"is of Exchange\(algorithm\.topology, "):
+        Replay("here", clock.timeline(of[ring], 4).trace, algorithm.topology)

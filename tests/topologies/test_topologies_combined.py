@@ -315,6 +315,10 @@ def test_sudden_and_gradual_consensus_are_told_apart():
             lambda: from_draw("mine", 2, lambda t: (torch.tensor([1, 0]),) * 2 + (torch.full((2, 2), 0.5),)),
             r"step 0 are \[2\]; sources are \[N, K\].*unsqueeze\(1\)",
         ),
+        (
+            lambda: from_matrices("mine", torch.full((3, 3), 1 / 3)),
+            "sums to 1.00000002980232, .*compute the weights in float64",
+        ),
         (lambda: from_matrices("mine", [[1.5, -0.5], [-0.5, 1.5]]), "gives to worker 1 in phase 0 is -0.5"),
         (lambda: from_groups("mine", [[Edge([0, 1])]], 3), "each of 0..2 must be in exactly one"),
         (

@@ -67,7 +67,7 @@ def without_compiled(name: str) -> str:
 
 def local_workers(state: Any) -> int:
     """Return the number of workers in the state."""
-    return state.params[0].shape[0] if is_stacked(state) else 1
+    return state.params[0].shape[0] if is_stacked(state, of_runs=True) else 1
 
 
 def own_memory(state: Any) -> Any:
@@ -89,7 +89,7 @@ def leaves_of(state: Any) -> list[Leaf]:
 
     Raises ValueError for two leaves of one name, or one that is not a tensor of a supported dtype.
     """
-    stacked, found, shards = is_stacked(state), dict[str, Leaf](), dict(state.params.plan.places)
+    stacked, found, shards = is_stacked(state, of_runs=True), dict[str, Leaf](), dict(state.params.plan.places)
     for path, node in trees.named_leaves(state, Buckets):
         if isinstance(node, Buckets):
             owns = [segment.name for bucket in node.plan.buckets for segment in bucket.segments]

@@ -189,7 +189,7 @@ def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor], int]:
         places = next((its.shape[1] for name, its in parts[0].places.items() if name.endswith("ring.to")), 0)
         rooms = template  # ranks have none, the simulator one by its trace
         template = collectives.with_room(template, places)
-        one = trees.map(lambda x: x[0], template) if is_stacked(template) else template
+        one = trees.map(lambda x: x[0], template) if is_stacked(template, of_runs=True) else template
         state = trees.map(torch.empty_like, template if as_many else one)
         leaves = layout.leaves_of(state)
         by_bucket = [leaf.name for leaf in leaves if leaf.is_by_bucket]
@@ -215,7 +215,7 @@ def _read(path: Path, template: Any) -> tuple[Restored, dict[str, Tensor], int]:
         if as_many:
             saved.fill(leaves, first, verify=True)
             state = _on_topology(state, about, path)
-        elif is_stacked(template):
+        elif is_stacked(template, of_runs=True):
             row = state
             state = stacked(one, lambda: saved.rows(row, leaves), range(first, first + local))
         else:
