@@ -66,6 +66,30 @@ def adapted_experts() -> Made:
     return Made(net, tokens(50, 6), overwritten=touched)
 
 
+@model("trl, peft, transformers", "`compute_loss` of a `DPOTrainer`, adapters on Llama")
+def preferences() -> Made:
+    from datasets import Dataset
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from trl import DPOConfig, DPOTrainer
+
+    t, peft = importlib.import_module("transformers"), importlib.import_module("peft")
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(50)}, unk_token="w1"))
+    tokenizer = t.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2", unk_token="w1")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    options = DPOConfig("dpo", report_to=[], use_cpu=True, bf16=False, gradient_checkpointing=False)
+    rows = Dataset.from_dict({"prompt": ["w3 w4"] * 2, "chosen": ["w5 w6"] * 2, "rejected": ["w7 w8 w9"] * 2})
+    trainer = DPOTrainer(peft.get_peft_model(llama(), config), args=options, train_dataset=rows, processing_class=tokenizer)  # fmt: skip
+
+    def batch(draw: Generator, step: int) -> Any:
+        def ids() -> list[int]:
+            return torch.randint(3, 50, (3,), generator=draw).tolist()
+
+        return trainer.data_collator([{"prompt_ids": ids(), "chosen_ids": ids(), "rejected_ids": ids()} for _ in range(3)])  # fmt: skip
+
+    return Made(trainer.model, batch, forward=lambda net, b: trainer.compute_loss(net, dict(b)))
+
+
 class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
