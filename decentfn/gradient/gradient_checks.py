@@ -75,7 +75,9 @@ def require_apart(call: str, tensors: Mapping[str, Tensor]) -> None:
         require(len(names) == 1 or (len(own) == len(names) and is_frozen), call, rule)
 
 
-def require_computed(call: str, network: nn.Module, trained: Iterable[Tensor], *, of_call: bool = False) -> None:
+def require_computed(
+    call: str, modules: Iterable[nn.Module], trained: Iterable[Tensor], *, of_call: bool = False
+) -> None:
     """Raise ValueError if plain attributes are views of trained parameters, which a call of the module may have left.
 
     spectral_norm makes its own in each call.
@@ -83,7 +85,7 @@ def require_computed(call: str, network: nn.Module, trained: Iterable[Tensor], *
     storages = {x.untyped_storage().data_ptr() for x in trained if x.layout == torch.strided} - {0}
     views = {
         name
-        for module in network.modules()
+        for module in modules
         for name, held in vars(module).items()
         if name not in ("_buffers", "_flat_weights") and f"{name}_orig" not in module._parameters
         for x in contents(held)

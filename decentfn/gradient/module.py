@@ -46,6 +46,7 @@ class ModuleLoss:
         self.module = module
         self.criterion = criterion
         self.forward = forward
+        self.is_evaluated = False  # True once an evaluation has ended
         self.frozen = frozen  # names of the buffers that are frozen parameters, which the loss does not change
         self.network = network  # the module, or a module of it and a criterion with parameters
         self._call = f"df.functional({type(module).__name__})"
@@ -154,9 +155,9 @@ class ModuleLoss:
                 "follow; tie or replace parameters before df.functional."
             )
 
-    def require_dropped(self, values: Iterable[Tensor]) -> None:
+    def require_dropped(self, modules: Iterable[nn.Module], values: Iterable[Tensor]) -> None:
         """Raise ValueError if a call has left views of these parameters in the module's plain attributes."""
-        require_computed(self._call, self.network, values, of_call=True)
+        require_computed(self._call, modules, values, of_call=True)
 
     def refuse_packed(self, names: Iterable[str]) -> None:
         """Raise ValueError: an evaluation packed frozen parameters, of which the module, and not the state, may keep account."""
@@ -381,7 +382,7 @@ def functional(
     require(not sparse, call, f"{rule} which all workers share.")
     require_apart(call, {name: sharded.local(x) for name, x in (*named, *named_buffers)})
     if not is_sharded:
-        require_computed(call, network, [p for p in network.parameters() if p.requires_grad])
+        require_computed(call, network.modules(), [p for p in network.parameters() if p.requires_grad])
     own = copied(call, named)
     trainable = {name: own[name] for name, p in named if p.requires_grad}
     frozen = {name: own[name] for name in own if name not in trainable}

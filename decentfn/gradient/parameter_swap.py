@@ -108,7 +108,7 @@ class ParameterSwap:
 
     def require_dropped(self) -> None:
         """Raise ValueError if the module keeps views of the parameters; those of a sharded one are its own."""
-        self._loss_fn.require_dropped(self.leaves if self.constant else [])
+        self._loss_fn.require_dropped(self._loss_fn.network.modules(), self.leaves if self.constant else [])
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the buffers after the loss."""
@@ -182,7 +182,9 @@ def to_evaluate(
             return loss_fn.of_current(batch)
 
         yield loss_of
-    loss_fn.require_dropped(params.values())
+    if not loss_fn.is_evaluated:
+        loss_fn.require_dropped(modules, params.values())
+        loss_fn.is_evaluated = True
     loss_fn.require_in_place(name for name in params if name in given and given[name] is not params[name])
     packed = []
     for name, shape in shapes.items():
