@@ -170,6 +170,8 @@ def _forward_backward(
     loss = scalar(loss) if isinstance(given, ParameterSwap) else loss  # a function's is one already
     others = ungiven(loss, (given.leaves, getattr(given, "own", None), batch)) if is_first and given.constant else []
     require_graph(loss)
+    if is_first and isinstance(given, ParameterSwap):
+        given.require_dropped()
     with no_other_weights(loss) if is_first and isinstance(given, _Function) else nullcontext():
         (loss if scale is None else loss.to(wide(loss.dtype)) * scale).backward()
     value, aux = loss.detach(), None if aux is None else trees.map(_without_graph, trees.plain(aux))

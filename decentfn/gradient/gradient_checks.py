@@ -75,23 +75,33 @@ def require_apart(call: str, tensors: Mapping[str, Tensor]) -> None:
         require(len(names) == 1 or (len(own) == len(names) and is_frozen), call, rule)
 
 
-def require_computed(call: str, network: nn.Module) -> None:
-    """Raise ValueError if plain attributes are views of trained parameters; spectral_norm makes its own in each call."""
-    trained = {p.untyped_storage().data_ptr() for p in network.parameters() if p.requires_grad} - {0}
+def require_computed(
+    call: str, modules: Iterable[nn.Module], trained: Iterable[Tensor], *, of_call: bool = False
+) -> None:
+    """Raise ValueError if plain attributes are views of trained parameters, which a call of the module may have left.
+
+    spectral_norm makes its own in each call.
+    """
+    storages = {x.untyped_storage().data_ptr() for x in trained if x.layout == torch.strided} - {0}
     views = {
         name
-        for module in network.modules()
+        for module in modules
         for name, held in vars(module).items()
         if name not in ("_buffers", "_flat_weights") and f"{name}_orig" not in module._parameters
         for x in contents(held)
-        if type(x) is Tensor and x.layout == torch.strided and x.untyped_storage().data_ptr() in trained
+        if type(x) is Tensor and x.layout == torch.strided and x.untyped_storage().data_ptr() in storages
     }
     rule = f"the attributes {brief(sorted(views))} are views of trained parameters, and a state's would leave them behind; compute them in forward."
+    if of_call:
+        rule = (
+            f"a call left views of trained parameters in the attributes {brief(sorted(views))}, where a later call would read old values; "
+            "drop them at the end of forward, or of the one in df.functional(module, forward=...): torchrl's by module._cache.clear()."
+        )
     require(not views, call, rule)
 
 
 def copied(call: str, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Copy parameters and their Python attributes; raise ValueError if a trained one is of a class of its own."""
+    """Copy parameters and their Python attributes; raise ValueError if one is made of others, or a trained one of a class of its own."""
     own: dict[str, Tensor] = {}
     for name, p in named:
         x = sharded.local(p)
@@ -101,6 +111,11 @@ def copied(call: str, named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
             "parametrize), or freeze it with requires_grad_(False)."
         )
         require(type(x) in (Tensor, nn.Parameter) or not p.requires_grad, call, rule)
+        rule = (
+            f"the frozen parameter {name!r} is a {type(x).__module__}.{type(x).__name__}, made of other tensors, and a state holds plain "
+            "ones. Quantize frozen layers with bitsandbytes, whose parameters are plain, or leave them as they were."
+        )
+        require(type(x).__torch_dispatch__ is Tensor.__torch_dispatch__, call, rule)  # pyright: ignore
         own[name] = x.detach().clone()
         vars(own[name]).update(vars(p) if type(p) is nn.Parameter else {})
     return own

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -47,6 +46,7 @@ class ModuleLoss:
         self.module = module
         self.criterion = criterion
         self.forward = forward
+        self.is_evaluated = False  # True once an evaluation has ended
         self.frozen = frozen  # names of the buffers that are frozen parameters, which the loss does not change
         self.network = network  # the module, or a module of it and a criterion with parameters
         self._call = f"df.functional({type(module).__name__})"
@@ -93,8 +93,8 @@ class ModuleLoss:
                 first = next(iter(params.values()), None)
                 if first is not None and (functorch.is_differentiated(first) or functorch.is_batched(first)):
                     kept = put_back(self, changed)
-                elif context.evaluates and not torch.is_grad_enabled():
-                    kept = ParameterSwap.beside_weights(self, entries, given)
+                elif first is None or not first.requires_grad:
+                    kept = ParameterSwap.beside_weights(entries, given)
                 else:
                     kept = nullcontext()
                 with kept, weights(entries, given):
@@ -133,9 +133,6 @@ class ModuleLoss:
             with swap:
                 yield swap
 
-    gradient: Callable[[Tensor], Any] = attrgetter("grad")
-    """Function that returns the gradient of a parameter of the module."""
-
     def require_same(self, own: dict[str, Tensor], given: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the values for the module's own tensors; raise ValueError if its parameters have changed."""
         missing = given.keys() - own.keys()
@@ -157,6 +154,10 @@ class ModuleLoss:
                 f"{self._call}: a call put other tensors in the places of the parameters {brief(names)}, which the state would not "
                 "follow; tie or replace parameters before df.functional."
             )
+
+    def require_dropped(self, modules: Iterable[nn.Module], values: Iterable[Tensor]) -> None:
+        """Raise ValueError if a call has left views of these parameters in the module's plain attributes."""
+        require_computed(self._call, modules, values, of_call=True)
 
     def refuse_packed(self, names: Iterable[str]) -> None:
         """Raise ValueError: an evaluation packed frozen parameters, of which the module, and not the state, may keep account."""
@@ -275,7 +276,7 @@ class ShardedLoss(ModuleLoss):
             others = {name: b for name, b in buffers.items() if name not in self.frozen}
             entries = [entry for entry in self.entries() if not isinstance(entry.own, nn.Parameter)]
             swap = ParameterSwap(self, entries, others, buffers)
-            swap.leaves = [own[name] for name in params]
+            swap.leaves, swap.gradient = [own[name] for name in params], self.gradient
             with swap:
                 yield swap
             for p in own.values():
@@ -381,7 +382,7 @@ def functional(
     require(not sparse, call, f"{rule} which all workers share.")
     require_apart(call, {name: sharded.local(x) for name, x in (*named, *named_buffers)})
     if not is_sharded:
-        require_computed(call, network)
+        require_computed(call, network.modules(), [p for p in network.parameters() if p.requires_grad])
     own = copied(call, named)
     trainable = {name: own[name] for name, p in named if p.requires_grad}
     frozen = {name: own[name] for name in own if name not in trainable}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -41,21 +41,22 @@ class ParameterSwap:
     """
 
     leaves: list[Tensor]  # tensors whose gradients are computed; `gradient(leaf)` returns a leaf's
+    gradient: Callable[[Tensor], Any] = attrgetter("grad")
     constant: dict[str, Tensor]  # tensors that the loss must not change, by name
 
     def __init__(
         self, loss_fn: Any, entries: list[Entry], values: dict[str, Tensor], buffers: dict[str, Tensor]
     ) -> None:
         self.own = own_by_name(entries)
-        self.leaves, self.constant, self.gradient = [], {}, loss_fn.gradient
+        self.leaves, self.constant = [], {}
         self._loss_fn, self._entries, self._values, self._buffers = loss_fn, entries, values, buffers
         self._before: list[tuple[Tensor, Tensor, Tensor | None]] = []
         self._with_gradient: list[Tensor] = []
 
     @classmethod
-    def beside_weights(cls, loss_fn: Any, entries: list[Entry], values: dict[str, Tensor]) -> ParameterSwap:
+    def beside_weights(cls, entries: list[Entry], values: dict[str, Tensor]) -> ParameterSwap:
         """Swap in the values that a module's own tensors can hold, for lists and closures that have them."""
-        swap = cls(loss_fn, entries, {}, {})
+        swap = cls(None, entries, {}, {})
         fitting = [n for n, x in values.items() if x.device == swap.own[n].device and not functorch.is_batched(x)]
         swap._values = {name: values[name] for name in fitting}
         return swap
@@ -104,6 +105,10 @@ class ParameterSwap:
             constant = set(map(id, self.constant.values()))
             self._loss_fn.require_in_place([p.name for p in replaced if id(p.own) in constant])
         return loss, aux
+
+    def require_dropped(self) -> None:
+        """Raise ValueError if the module keeps views of the parameters; those of a sharded one are its own."""
+        self._loss_fn.require_dropped(self._loss_fn.network.modules(), self.leaves if self.constant else [])
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the buffers after the loss."""
@@ -162,7 +167,7 @@ def to_evaluate(
     moving = {name: b.clone() for name, b in buffers.items() if name not in loss_fn.frozen}
     given = loss_fn.require_same(own, {**params, **buffers, **moving})
     shapes = {name: given[name].shape for name in loss_fn.frozen if name in given}
-    beside = ParameterSwap.beside_weights(loss_fn, entries, given)
+    beside = ParameterSwap.beside_weights(entries, given)
     with beside, weights(entries, given), in_eval_mode(modules):
         own_now = {id(b) for b in moving.values()}
         places = [(e, x) for e in entries if id(x := e.holder[e.key]) in own_now]
@@ -177,6 +182,9 @@ def to_evaluate(
             return loss_fn.of_current(batch)
 
         yield loss_of
+    if not loss_fn.is_evaluated:
+        loss_fn.require_dropped(modules, params.values())
+        loss_fn.is_evaluated = True
     loss_fn.require_in_place(name for name in params if name in given and given[name] is not params[name])
     packed = []
     for name, shape in shapes.items():
@@ -282,12 +290,12 @@ def _holds_tensors(x: Any) -> bool:
 
 
 def contents(x: Any) -> Iterator[Any]:
-    """Yield what a dict, list or another plain container holds at any depth; anything else itself."""
+    """Yield what a mapping (TensorDict), list or another plain container holds at any depth; anything else itself."""
     found, seen = [x], set()
     while found:
         x = found.pop()
-        if not isinstance(x, (dict, list, tuple, set, deque)):
+        if not isinstance(x, (Mapping, list, tuple, set, deque)):
             yield x
         elif id(x) not in seen:
             seen.add(id(x))
-            found += [*(x.values() if isinstance(x, dict) else iter(x))]  # a tuple's class may have no length (e3nn)
+            found += [*(x.values() if isinstance(x, Mapping) else iter(x))]  # a tuple's class may have no length (e3nn)

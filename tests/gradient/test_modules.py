@@ -373,6 +373,98 @@ def test_a_state_dict_is_loaded_as_the_module_loads_it():
         df.load_state_dict(net, state, {**given, "codes": torch.zeros(5)})
 
 
+class Listing(nn.Module):
+    """Computes, saves and loads by a list of its parameters, as TensorDictParams do by a TensorDict."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+        self.listed = [self.weight]
+
+    def forward(self, x):
+        return x * self.listed[0]
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        destination[prefix + "weight"] = self.listed[0]
+
+    def _load_from_state_dict(self, state_dict, prefix, *others):
+        self.listed[0].data.copy_(state_dict[prefix + "weight"])
+
+
+def test_a_module_that_keeps_its_parameters_in_a_list_too_exports_loads_and_computes_with_the_state():
+    net, x = Listing(), torch.ones(3)
+    params, buffers, loss_fn = df.functional(net, mse_loss)
+    init, step = df.all_reduce(df.autograd(loss_fn), df.sgd(1.5), df.topology("complete", 1))
+    state, _ = step(init(params, buffers), (x, x), 0)
+    assert torch.equal(df.params(state)["weight"], x)
+    assert torch.equal(df.state_dict(net, state)["weight"], x)
+    assert loss_fn(df.params(state), buffers, (x, x))[0] == 0
+    loaded = df.load_state_dict(net, state, {"weight": 2 * x})
+    assert torch.equal(df.params(loaded)["weight"], 2 * x)
+    assert not net.weight.any()
+
+
+def test_a_frozen_parameter_that_is_made_of_others_is_refused():
+    """As torchao's quantized weights are."""
+    pytest.importorskip("torch.testing._internal.two_tensor")
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net[0].weight = nn.Parameter(TwoTensor(torch.ones(2, 2), torch.ones(2, 2)), requires_grad=False)
+    with pytest.raises(
+        ValueError, match=r"the frozen parameter '0.weight' is a .*TwoTensor, made of other tensors.*bitsandbytes"
+    ):
+        df.functional(net, mse_loss)
+
+
+class KeepsViews(nn.Linear):
+    """Keeps a detached view of its weights, as torchrl's losses do for the networks that a term does not train."""
+
+    def forward(self, x):
+        if not hasattr(self, "cached"):
+            self.cached = {"first": self.weight.detach()}
+        return super().forward(x) @ self.cached["first"]
+
+
+def keeping(module, batch):
+    return mse_loss(module(batch), batch)
+
+
+def dropping(module, batch):
+    loss = keeping(module, batch)
+    del module.cached
+    return loss
+
+
+@pytest.mark.parametrize("call", ["step", "simulated", "evaluation"])
+def test_views_of_parameters_that_a_call_leaves_behind_are_refused(call):
+    x = torch.randn(4, 3)
+    params, buffers, loss_fn = df.functional(KeepsViews(3, 3), forward=keeping)
+    init, step = df.all_reduce(
+        df.autograd(loss_fn), df.sgd(0.1), df.topology("complete", 2 if call == "simulated" else 1)
+    )
+    state = init(params, buffers)
+    if call == "simulated":
+        state, step, x = df.stack(state, 2), df.simulate(step, 2), torch.stack([x, x])
+    with pytest.raises(ValueError, match=r"a call left views .*\['cached'\].*at the end of forward"):
+        df.evaluate(loss_fn, state, [x]) if call == "evaluation" else step(state, x, 0)
+
+
+def test_a_loss_that_drops_its_views_of_parameters_trains_as_a_plain_loop():
+    module, plain, x = KeepsViews(3, 3), KeepsViews(3, 3), torch.randn(4, 3)
+    plain.load_state_dict(module.state_dict())
+    params, buffers, loss_fn = df.functional(module, forward=dropping)
+    init, step = df.all_reduce(df.autograd(loss_fn), df.sgd(0.1), df.topology("complete", 1))
+    state, optimizer = init(params, buffers), torch.optim.SGD(plain.parameters(), 0.1)
+    for t in range(3):
+        state, _ = step(state, x, t)
+        df.evaluate(loss_fn, state, [x])
+        optimizer.zero_grad()
+        keeping(plain, x).backward()  # its view follows the updates
+        optimizer.step()
+    torch.testing.assert_close(df.params(state), {name: p.detach() for name, p in plain.named_parameters()})
+
+
 class Tokens(nn.Module):
     def __init__(self):
         super().__init__()

@@ -319,6 +319,94 @@ def values_of_actions() -> Made:
 
 
 @model(
+    "torchrl, tensordict",
+    "`DDPGLoss` with target networks",
+    special="at the end of `forward`: `loss._cache.clear()`, and `SoftUpdate`'s `step()`, which would move the module's own",
+)
+def targets_that_follow() -> Made:
+    from tensordict import TensorDict
+    from tensordict.nn import TensorDictModule
+    from torchrl.objectives import DDPGLoss, SoftUpdate
+
+    class Values(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(5, 1)
+
+        def forward(self, observation: Tensor, action: Tensor) -> Tensor:
+            return self.linear(torch.cat([observation, action], -1)).square()
+
+    actor = TensorDictModule(nn.Linear(3, 2), ["observation"], ["action"])
+    values = TensorDictModule(Values(), ["observation", "action"], ["state_action_value"])
+    net = DDPGLoss(actor, values, delay_actor=True, delay_value=True)
+    net.make_value_estimator()
+    targets = SoftUpdate(net, eps=0.9)
+
+    def batch(draw: Generator, step: int) -> Any:
+        def x(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=draw)
+
+        end = torch.zeros(5, 1, dtype=torch.bool)
+        after = TensorDict({"observation": x(5, 3), "reward": x(5, 1), "done": end, "terminated": end}, [5])
+        return TensorDict({"observation": x(5, 3), "action": x(5, 2), "next": after}, [5])
+
+    def forward(net: Any, b: Any) -> Tensor:
+        terms = net(b.clone())
+        net._cache.clear()
+        targets.step()
+        return terms["loss_actor"] + terms["loss_value"]
+
+    return Made(net, batch, forward=forward)
+
+
+@model("lightning, torchmetrics", "`training_step` of a `LightningModule`, with a metric")
+def training_step() -> Made:
+    from lightning import LightningModule
+    from torchmetrics import MeanMetric
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.metric = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)), MeanMetric()
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            loss = F.mse_loss(self.net(batch[0]), batch[1])
+            self.metric.update(loss.detach())
+            self.log("loss", self.metric)
+            return {"loss": loss}
+
+    return Made(Module(), vectors(3, 1), forward=lambda m, b: m.training_step(b, 0)["loss"])
+
+
+@model(
+    "opacus", "`GradSampleModule`", special="a step is not private: clipping and noise are those of opacus's optimizer"
+)
+def per_sample() -> Made:
+    from opacus import GradSampleModule
+
+    return Made(GradSampleModule(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))), vectors(3, 1), F.mse_loss)
+
+
+@model("torchao", "layers prepared for `QATConfig`", tolerance=1e-2)
+def fake_quantized() -> Made:
+    from torchao.quantization import Int8DynamicActivationIntxWeightConfig, quantize_
+    from torchao.quantization.qat import QATConfig
+
+    net = nn.Sequential(nn.Linear(32, 32, bias=False), nn.ReLU(), nn.Linear(32, 2, bias=False))
+    quantize_(net, QATConfig(Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4), step="prepare"))
+    return Made(net, vectors(32, 2), F.mse_loss)
+
+
+@model("torchao", "frozen layers quantized by `Int8WeightOnlyConfig`")
+def quantized_and_frozen() -> Made:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    net = nn.Sequential(nn.Linear(32, 32).requires_grad_(False), nn.Linear(32, 2))
+    quantize_(net[0], Int8WeightOnlyConfig())
+    return Made(net, vectors(32, 2), F.mse_loss)
+
+
+@model(
     "keras",
     "`Sequential` with `BatchNormalization`",
     special="`training=True` in the loss, as `train()` switches nothing; `overwritten=` the statistics",

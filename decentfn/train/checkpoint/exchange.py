@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from decentfn import sharded
 from decentfn.comm import collectives
 from decentfn.core import brief, checks_numbers, log, require, trees
 from decentfn.errors import CheckpointCorrupt
-from decentfn.gradient.parameter_swap import entries_of, lock_of_module, weights
+from decentfn.gradient.parameter_swap import ParameterSwap, entries_of, lock_of_module, weights
 from decentfn.kit.state import State
 from decentfn.train.changes import with_params
 from decentfn.train.checkpoint import files, layout
@@ -62,9 +63,18 @@ def state_dict(module: nn.Module, state: State, *, consensus: bool = False) -> d
         if collectives.all_processes().process:
             return {}
         return _with_values(module, tensors, dict(zip(parameters, unsharded, strict=True)))
-    with lock_of_module(module), weights(entries_of(module), _without_criterion(module, tensors)):
+    with _holding(module, _without_criterion(module, tensors)):
         named = module.state_dict()
-    return {name: x.detach().clone() if isinstance(x, torch.Tensor) else x for name, x in named.items()}
+        return {name: x.detach().clone() if isinstance(x, torch.Tensor) else x for name, x in named.items()}
+
+
+@contextmanager
+def _holding(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
+    """Context in which a module has these tensors, in its tables and, where they fit, in its own tensors (TensorDictParams)."""
+    with lock_of_module(module):
+        entries = entries_of(module)
+        with ParameterSwap.beside_weights(entries, tensors), weights(entries, tensors):
+            yield
 
 
 def state_dict_in_place(module: nn.Module, state: State) -> dict[str, Any]:
@@ -115,7 +125,7 @@ def load_state_dict(module: nn.Module, state: State, state_dict: Mapping[str, An
         tensors |= _shards(module, state_dict)
     else:
         loaded, shapes = _without_criterion(module, tensors), {name: x.shape for name, x in tensors.items()}
-        with torch.no_grad(), lock_of_module(module), weights(entries_of(module), loaded):
+        with torch.no_grad(), _holding(module, loaded):
             module.load_state_dict(state_dict, strict=True)
         for name, new in loaded.items():
             rule = f"the module has loaded another shape into {name!r} than the state's, {list(shapes[name])}."
