@@ -55,7 +55,7 @@ def test_the_parameters_of_a_criterion_are_trained_with_the_module(n, backend, t
         return
     net, criterion = made(tied)
     plain, plain_criterion = copy.deepcopy((net, criterion))
-    optimizer = torch.optim.SGD({*plain.parameters(), *plain_criterion.parameters()}, 0.1)
+    optimizer = torch.optim.SGD(dict.fromkeys([*plain.parameters(), *plain_criterion.parameters()]), 0.1)
     accumulated = around in (AROUND["accumulated"], AROUND["accumulated, autograd"])
     params, buffers, loss_fn = df.functional(net, criterion)
     assert [name for name in params if name.startswith("criterion.")] == ["criterion.temperature"]
