@@ -129,12 +129,17 @@ def dtypes_stay(subject: Subject) -> None:
     n, dtypes = subject.num_workers, (torch.float32, torch.float64, torch.bfloat16, torch.float16)
     algorithm = subject.build()
     state = subject.start(algorithm, range(n), stacked=True, dtypes=dtypes)
-    kept, step = trees.map(torch.clone, state), simulate(algorithm.step, n)
-    new, _ = step(state, problem.stacked([problem.batch(i, 0, dtypes=dtypes) for i in range(n)]), 0)
-    assert_close(state, kept, within={})
-    for (name, before), after in zip(trees.named_leaves(kept), trees.leaves(new), strict=True):
-        assert (before.shape, before.dtype) == (after.shape, after.dtype), f"{name}: {after.dtype}{list(after.shape)}"
-    assert {b.dtype for b in new.params} == set(dtypes)
+    step = simulate(algorithm.step, n)
+    for t in range(2):  # what a memory of zeros becomes may be zeros
+        kept = trees.map(torch.clone, state)
+        new, _ = step(state, problem.stacked([problem.batch(i, t, dtypes=dtypes) for i in range(n)]), t)
+        assert_close(state, kept, within={})
+        for (name, before), after in zip(trees.named_leaves(kept), trees.leaves(new), strict=True):
+            assert (before.shape, before.dtype) == (after.shape, after.dtype), (
+                f"{name}: {after.dtype}{list(after.shape)}"
+            )
+        state = new
+    assert {b.dtype for b in state.params} == set(dtypes)
 
 
 def sixteen_bits_compile(subject: Subject) -> None:

@@ -42,9 +42,16 @@ def my_algorithm(fault):
                 state.params[0].add_(1.0)
             if fault == "no collective order" and df.init().rank:
                 x = trees.map(torch.clone, state.params)
-            return State(x, local, state.memory), Metrics(g.loss, g.aux, g.loss)
+            memory = state.memory
+            if fault == "writes over a memory of zeros":
+                memory = Memory(trees.map(lambda m, b: m.mul_(0.9) + b, memory.x, x))
+            return State(x, local, memory), Metrics(g.loss, g.aux, g.loss)
 
-        return worker.algorithm(step, Memory if fault == "remembers the parameters themselves" else None)
+        memories = {
+            "remembers the parameters themselves": Memory,
+            "writes over a memory of zeros": lambda x: Memory(trees.map(torch.zeros_like, x)),
+        }
+        return worker.algorithm(step, memories.get(fault))
 
     return algorithm
 
@@ -60,6 +67,7 @@ def ring(n):
         ("learns nothing", "works_alone", "^works_alone: .*the loss of one batch went from (.*) to \\1 "),
         ("widens", "dtypes_stay", "returned a state with params.2 torch.float32"),
         ("writes over its input", "dtypes_stay", "wrote over 'params"),
+        ("writes over a memory of zeros", "dtypes_stay", "^dtypes_stay: memory.x.0: Tensor-likes are not equal"),
         (
             "remembers the parameters themselves",
             "traced_ranks_agree",
