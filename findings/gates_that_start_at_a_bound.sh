@@ -4,8 +4,8 @@
 # move it toward 0.5.
 # One would guess: both releases train it, since `clamp` has had gradient 1 at its bounds since PyTorch 0.4; and numbers and tensors
 # as bounds are the same.
-# Behavior: from 2.14 on the gradient at a bound that is a number is 0, so the gate never moves, without a word; two bounds that are
-# tensors still let 1 through. `hardtanh`, the same function, has always had 0 there.
+# Behavior: from 2.14 on the gradient at a bound that is a number is 0, so the gate never moves, without a word; bounds that are
+# tensors let a half through. `hardtanh`, the same function, has always had 0 there.
 # Output seen (release, gates after twenty steps):
 #   2.13.0 numbers: 0.494 tensors: 0.494 hardtanh: 0.0
 #   2.14.1 numbers: 0.0 tensors: 0.494 hardtanh: 0.0
