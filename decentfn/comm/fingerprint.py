@@ -189,6 +189,6 @@ def digest(leaf: Tensor) -> str:
 
 
 def as_bytes(leaf: Tensor) -> Tensor:
-    """Return the bytes of a tensor, `[bytes]` uint8."""
+    """Return the bytes of a tensor, `[bytes]` uint8: a view, if it is contiguous."""
     dense = leaf.detach().resolve_conj().resolve_neg().contiguous()
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # a single element may have any stride

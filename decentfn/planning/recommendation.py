@@ -66,8 +66,8 @@ def plan(
 
     Args:
         cluster: the workers and their links.
-        model: the number of trained parameters, or a module; of frozen ones it counts
-            nothing: they are not sent, and `memory` and `checkpoint` are without them.
+        model: the number of trained parameters, or a module, whose frozen ones are not counted: they are not sent, and
+            `memory` and `checkpoint` are without them.
         compute_seconds: forward and backward pass and update of one worker, measured without messages between workers (of a
             sharded worker, with its gathers), > 0.
         dtype: of the parameters; None: the module's own, or float32.

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decentfn.comm.fingerprint import digest
+from decentfn.comm.fingerprint import as_bytes, digest
 from decentfn.core import brief, require, trees
 from decentfn.core.buckets import Buckets, Place, Plan
 from decentfn.train.consensus import is_stacked
@@ -166,8 +166,7 @@ def bytes_of(x: Tensor) -> Iterator[memoryview]:
     if not x.numel():
         return
     if x.is_contiguous():
-        # One element may have any stride.
-        yield x.detach().as_strided((x.numel(),), (1,)).view(torch.uint8).numpy().data
+        yield as_bytes(x).numpy().data
     else:
         for row in x:
             yield from bytes_of(row)
